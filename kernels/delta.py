@@ -59,7 +59,9 @@ def find_differences(
     Return None if there are more than `max_differences`.
     """
     if len(old) != len(new) or len(new) % width:
-        raise ValueError(f"runs of {len(old)} and {len(new)} bytes, elements of {width}")
+        raise ValueError(
+            f"runs have {len(old)} and {len(new)} bytes, with elements of {width} bytes"
+        )
     native = load_library()
     if native is None:
         return find_differences_numpy(old, new, width, max_differences)

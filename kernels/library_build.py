@@ -112,7 +112,7 @@ def build_library(name: str, definition: str = "") -> Library:
     except subprocess.CalledProcessError as error:
         first = next((line for line in error.stderr.splitlines() if "error" in line), None)
         why = error.stderr.strip()[-200:] if first is None else first.strip()
-        return Library(None, f"{command[0]} fails on {name}.cpp: {why}")
+        return Library(None, f"{command[0]} cannot compile {name}.cpp: {why}")
     except (OSError, subprocess.TimeoutExpired) as error:
         return Library(None, f"{name}.cpp cannot be built: {error}")
     return Library(path)
@@ -187,8 +187,8 @@ def get_cache_directory() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:
-        fix = "set XDG_CACHE_HOME to a folder that is yours"
-        raise OSError(f"no folder to keep libraries in ({error}); {fix}") from error
+        fix = "set XDG_CACHE_HOME to a directory that you own"
+        raise OSError(f"there is no directory for compiled libraries ({error}); {fix}") from error
 
 
 def _compute_digest(command: list[str]) -> str:

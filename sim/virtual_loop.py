@@ -125,12 +125,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if not ready and not self._stopping:  # type: ignore[attr-defined]
             if not scheduled:
                 raise DeadlineExceeded(
-                    f"at {self.now_s:.3f} s of virtual time every task waits and no timer is set",
-                    fix="Some await has no deadline, or waits for a thread",
+                    f"at {self.now_s:.3f} s of virtual time all tasks wait, but no timer is set",
+                    fix="Find the await without a deadline, or one that waits for a thread",
                 )
             self.now_s = max(self.now_s, scheduled[0][0])
             if self.now_s > self.limit_s:
-                raise DeadlineExceeded(f"more than {self.limit_s:g} s of virtual time")
+                raise DeadlineExceeded(
+                    f"the limit of {self.limit_s:g} s of virtual time is exceeded"
+                )
         while scheduled and scheduled[0][0] <= self.now_s:
             ready.append(heapq.heappop(scheduled)[2])
         for _ in range(len(ready)):

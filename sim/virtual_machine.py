@@ -80,7 +80,7 @@ class VirtualMachine:
     ) -> VirtualProcess:
         program = self.programs.get(module)
         if program is None:
-            known = f"there are {sorted(self.programs)}"
+            known = f"Use one of {sorted(self.programs)}"
             raise NotFound(f"no virtual program {module!r}", fix=known)
         pid = len(self.processes) + 1
         process = self.processes[pid] = VirtualProcess(
@@ -126,7 +126,7 @@ class VirtualChild:
     async def wait(self, deadline_s: float) -> int | None:
         if self._process.exit_code is None and deadline_s > 0:
             try:
-                async with self._clock.timeout(deadline_s, f"the end of {self.name}"):
+                async with self._clock.timeout(deadline_s, f"the exit of {self.name}"):
                     await self._process.exited.wait()
             except DeadlineExceeded:
                 return self.poll()
@@ -145,7 +145,7 @@ class VirtualChild:
 
     async def recv(self, deadline_s: float) -> bytes:
         frames = self._process.channel.to_parent
-        async with self._clock.timeout(deadline_s, f"a frame of {self.name}"):
+        async with self._clock.timeout(deadline_s, f"receiving a frame of {self.name}"):
             frame = await frames.get()
         if frame is None:
             frames.put_nowait(None)
@@ -268,7 +268,7 @@ class VirtualHost:
     def open_append(self, path: Path) -> AppendFile:
         self._check_alive()
         if self._machine.disk.is_full:
-            raise StorageFull("no room for a new file", where=str(path))
+            raise StorageFull("the disk has no space for a new file", where=str(path))
         file = AppendFile(path, self._machine.disk.get_max_file_bytes)
         self._machine.get_append_files(self._process).append(file)
         return file

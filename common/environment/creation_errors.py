@@ -26,9 +26,9 @@ def convert_creation_errors(where: str = "") -> Iterator[None]:
         if not is_permanent(error):
             raise
         raise ConfigError(
-            f"the environment cannot be made: {type(error).__name__}: {error}",
+            f"the environment cannot be created: {type(error).__name__}: {error}",
             where=locate_error(error) or where,
-            fix=f"mend it, or install what is missing for {sys.executable}",
+            fix=f"Correct its code, or install the missing packages for {sys.executable}",
         ) from error
 
 

@@ -25,7 +25,9 @@ def pack_message(message: Any) -> bytes:
     except (OverflowError, TypeError, ValueError) as error:
         raise BadMessage(f"{type(error).__name__}: {error}") from error
     if HEADER_BYTES + len(content) > MAX_FRAME_BYTES:
-        raise BadMessage(f"{len(content)} bytes; the limit is {MAX_FRAME_BYTES - HEADER_BYTES}")
+        raise BadMessage(
+            f"the message has {len(content)} bytes; the limit is {MAX_FRAME_BYTES - HEADER_BYTES}"
+        )
     return content
 
 

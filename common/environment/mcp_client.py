@@ -64,7 +64,7 @@ class McpServer:
         found, seen = list(page.tools), set()
         while cursor := _get_attribute(page, "next_cursor", "nextCursor"):
             if cursor in seen:
-                raise RuntimeError(f"tools/list goes on with the page {cursor!r} again")
+                raise RuntimeError(f"tools/list returned the page {cursor!r} twice")
             seen.add(cursor)
             page = await self._session.list_tools(params=PaginatedRequestParams(cursor=cursor))
             found += page.tools

@@ -13,7 +13,9 @@ def to_finite_float(value: Any, name: str) -> float:
     Raise TypeError for another type, such as the text of a number; ValueError if it is not finite.
     """
     if not isinstance(value, Real):
-        raise TypeError(f"{name} is a finite number, not {value!r:.80}, a {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be a finite number, not {value!r:.80}, a {type(value).__name__}"
+        )
     try:
         number = float(value)
     except OverflowError:

@@ -82,7 +82,7 @@ def parse_tests(tests: Any) -> Tests:
     if isinstance(tests, list):
         return StdioTests([_parse_stdio_case(case) for case in tests])
     if not isinstance(tests, dict):
-        raise InvalidTests(f"tests are a list, a table or a text, not {_describe_type(tests)}")
+        raise InvalidTests(f"tests must be a list, a table or a text, not {_describe_type(tests)}")
     function = next((str(tests[key]) for key in FUNCTION_KEYS if tests.get(key)), "")
     _reject_linked_nodes(tests)
     if "cases" in tests:
@@ -142,14 +142,12 @@ def _parse_stdio_case(case: Any) -> StdioCase:
     case = _require_dict(case)
     if case.get("testtype") == "functional":
         fix = 'write {"function": NAME, "cases": [...]}'
-        raise UnsupportedTests(
-            f"a case with testtype functional does not say of which function: {fix}"
-        )
+        raise UnsupportedTests(f"a case with testtype functional names no function: {fix}")
     stdin = _parse_text(_require_key(case, "input"), "an input")
     if "outputs" in case:  # any of these outputs is right
         outputs = _require_list(case["outputs"], "outputs")
         if not outputs:
-            raise InvalidTests("a case whose outputs are an empty list")
+            raise InvalidTests("the outputs of a case are an empty list")
         return StdioCase(stdin, tuple(_parse_text(output, "an output") for output in outputs))
     return StdioCase(stdin, (_parse_text(_require_key(case, "output"), "an output"),))
 
@@ -159,10 +157,10 @@ def _parse_text(value: Any, what: str) -> str:
     if isinstance(value, list):
         if all(isinstance(line, str) for line in value):
             return "\n".join(value)
-        raise UnsupportedTests(f"{what} of a program that is a list of other things than lines")
+        raise UnsupportedTests(f"{what} of a program is a list of values other than lines")
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
-    raise InvalidTests(f"{what} of a program is a text, not {_describe_type(value)}")
+    raise InvalidTests(f"{what} of a program must be a text, not {_describe_type(value)}")
 
 
 # ---- calls --------------------------------------------------------------------------------------
@@ -178,7 +176,7 @@ def _parse_function_case(case: Any) -> FunctionCase:
     given, wanted = _require_key(case, "input"), _require_key(case, "output")
     if isinstance(given, str) and isinstance(wanted, str):
         return FunctionCase(_parse_json_lines(given), [_parse_json_value(wanted)])
-    raise InvalidTests("a case of a function has a list of args")
+    raise InvalidTests("a case of a function needs a list of args")
 
 
 def _parse_function_pairs(pairs: list[tuple[Any, Any]]) -> list[FunctionCase]:
@@ -208,13 +206,13 @@ def _parse_json_value(text: str) -> Any:
     try:
         return _check_json_value(_load_json(text))
     except ValueError as error:
-        raise InvalidTests(f"an argument or result that is not JSON: {text[:80]!r}") from error
+        raise InvalidTests(f"an argument or result is not JSON: {text[:80]!r}") from error
 
 
 def _check_json_value(value: Any, depth: int = 0) -> Any:
     """Return the value if JSON can represent it."""
     if depth > MAX_DEPTH:
-        raise UnsupportedTests(f"a value nested deeper than {MAX_DEPTH}")
+        raise UnsupportedTests(f"a value is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, list | tuple):
         if set(map(type, value)) <= SCALAR_TYPES:
             return list(value)
@@ -222,13 +220,13 @@ def _check_json_value(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict):
         if not all(isinstance(key, str) and key[:1] != "\0" for key in value):
             raise UnsupportedTests(
-                "a table with keys that are no text, or begin with a null character"
+                "a table has keys that are not text or begin with a null character"
             )
         return {key: _check_json_value(item, depth + 1) for key, item in value.items()}
     if value is None or isinstance(value, str | int | float):
         return value
     raise UnsupportedTests(
-        f"{_describe_type(value)} as argument or result of a function: JSON holds none"
+        f"{_describe_type(value)} as argument or result of a function has no JSON form"
     )
 
 
@@ -237,7 +235,9 @@ def _reject_linked_nodes(table: dict[str, Any]) -> None:
     cases = {"cases", "args", "kwargs", "input", "output", "inputs", "outputs"}
     marks = repr({key: value for key, value in table.items() if key not in cases})
     if name := next((name for name in LINKED_NODE_TYPES if name in marks), ""):
-        raise UnsupportedTests(f"arguments or results of the type {name}, which are built of lists")
+        raise UnsupportedTests(
+            f"arguments or results of the type {name}, which is built from lists, are not supported"
+        )
 
 
 # ---- tables and JSON ----------------------------------------------------------------------------
@@ -247,32 +247,32 @@ def _pair_inputs_with_outputs(tests: dict[str, Any]) -> Iterable[tuple[Any, Any]
     if not ("inputs" in tests and "outputs" in tests):
         keys = ", ".join(map(repr, tests)) or "nothing"
         what = "function and cases, or inputs and outputs"
-        raise InvalidTests(f"a table of tests has {what}; it has {keys}")
+        raise InvalidTests(f"a table of tests needs {what}; it has {keys}")
     inputs, outputs = (
         _require_list(tests["inputs"], "inputs"),
         _require_list(tests["outputs"], "outputs"),
     )
     if len(inputs) != len(outputs):
-        raise InvalidTests(f"{len(inputs)} inputs and {len(outputs)} outputs")
+        raise InvalidTests(f"there are {len(inputs)} inputs but {len(outputs)} outputs")
     return zip(inputs, outputs, strict=True)
 
 
 def _require_dict(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise InvalidTests(f"a case is a table, not {_describe_type(value)}")
+    raise InvalidTests(f"a case must be a table, not {_describe_type(value)}")
 
 
 def _require_list(value: Any, what: str) -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
-    raise InvalidTests(f"{what} are a list, not {_describe_type(value)}")
+    raise InvalidTests(f"{what} must be a list, not {_describe_type(value)}")
 
 
 def _require_key(case: dict[str, Any], key: str) -> Any:
     if key in case:
         return case[key]
-    raise InvalidTests(f"a case without {key!r}")
+    raise InvalidTests(f"a case has no {key!r}")
 
 
 def _describe_type(value: Any) -> str:
@@ -286,7 +286,7 @@ def _load_json(text: str) -> Any:
 def parse_integer(text: str) -> int:
     """Parse decimal digits of any length; raise UnsupportedTests beyond MAX_DIGITS of them."""
     if len(text) > MAX_DIGITS:
-        raise UnsupportedTests(f"a whole number of {len(text)} digits; {MAX_DIGITS} at most")
+        raise UnsupportedTests(f"a whole number has {len(text)} digits; the limit is {MAX_DIGITS}")
     if len(text) <= DIGITS_PER_CHUNK:
         return int(text)
     sign, digits = (-1, text[1:]) if text[0] == "-" else (1, text)

@@ -21,7 +21,7 @@ INTEGER = re.compile(r"-?\d+(?:\.0+)?")
 GSM8K_SOLUTION = re.compile(r"####\s*(\S[^\n]*)")  # GSM8K's answers end like this
 # Texts that no answer in mathematics contains: they are rejected without parsing.
 CODE_PATTERN = re.compile(r"__|\b(?:import|lambda|exec|eval|open|getattr)\b")
-TEXT_FIX = "write the text that a right answer is equal to"
+TEXT_FIX = "write the text of a correct answer"
 
 
 class InvalidGold(ValueError):
@@ -36,7 +36,7 @@ def get_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """Return the row's value under the key that the option `answer` names."""
     key = options.get("answer", "answer")
     if key not in row:
-        raise InvalidGold(f"the row has no {key!r}", "name the row's key in options.answer")
+        raise InvalidGold(f"the row has no {key!r}", "set options.answer to the row's key")
     return row[key]
 
 
@@ -44,20 +44,20 @@ def parse_text_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """Return the text that `exact` and `regex` compare with."""
     value = get_gold(row, options)
     if isinstance(value, float) and (value.is_integer() or "e" in repr(value)):
-        raise InvalidGold(f"{value!r} is a number with a point, and as a text it is {str(value)!r}")
+        raise InvalidGold(f"{value!r} is a number with a point, whose text is {str(value)!r}")
     return _to_text(value)
 
 
 def _to_text(value: Any) -> str:
     if value is None:
-        raise InvalidGold("it is null", "write the answer, or leave the row out")
+        raise InvalidGold("it is null", "write the answer, or remove the row")
     if not isinstance(value, str | int | float):
         raise InvalidGold(f"it is a {type(value).__name__}, not a text: {value!r:.80}")
     if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidGold(f"it is {value}", "write the answer, or leave the row out")
+        raise InvalidGold(f"it is {value}", "write the answer, or remove the row")
     text = str(value).strip()
     if not text:
-        raise InvalidGold("it is empty", "write the answer, or leave the row out")
+        raise InvalidGold("it is empty", "write the answer, or remove the row")
     return text
 
 
@@ -74,10 +74,11 @@ def parse_math_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
         text = found[-1].strip()
     if len(text) > MAX_MATH_CHARS:
         raise InvalidGold(
-            f"it has {len(text)} characters; {MAX_MATH_CHARS} at most", "write the answer alone"
+            f"it has {len(text)} characters; the limit is {MAX_MATH_CHARS}",
+            "write the answer alone",
         )
     if match := CODE_PATTERN.search(text):
-        raise InvalidGold(f"it holds {match[0]!r}, which is not read in mathematics: {text!r:.80}")
+        raise InvalidGold(f"it contains {match[0]!r}, which is not mathematics: {text!r:.80}")
     depth = 0
     for brace in re.findall(r"(?<!\\)(?:\\\\)*([{}])", text):
         depth += 1 if brace == "{" else -1
@@ -111,8 +112,8 @@ def parse_choice_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> str
         return _get_numbered_letter(text, isinstance(value, str), texts, letters)
     match = LABELLED_CHOICE.fullmatch(text)
     if match is None:
-        known = "none of the row's choices" if many else "the row has no choices"
-        raise InvalidGold(f"{text!r:.80} names no letter, and {known}", "write the letter, as in B")
+        known = "it is none of the row's choices" if many else "the row has no choices"
+        raise InvalidGold(f"{text!r:.80} has no letter, and {known}", "write the letter, as in B")
     found = match[1].upper()
     if found not in letters or (many and letters.index(found) >= many):
         some = letters[:many] if many else letters
@@ -128,15 +129,15 @@ def _get_numbered_letter(text: str, is_text: bool, texts: list[str], letters: st
     same = [place for place, one in enumerate(texts) if is_text and one.strip() == text]
     if not many:
         raise InvalidGold(
-            f"it is the number {label}, and the row has no {CHOICES_KEY!r} that it could count",
-            "write the letter, as in B, or give the row its list of choices",
+            f"it is the number {label}, but the row has no {CHOICES_KEY!r}",
+            "write the letter, as in B, or add a list of choices to the row",
         )
     counts = 0 <= label < many
     if len(same) == 1 and (not counts or label == same[0]):
         return _get_nth_letter(same[0], letters, text)
     if same or not counts:
         also = " and the text of another one" if same else ""
-        what = f"{many} choices, which count from 0 to {many - 1}{also}"
+        what = f"{many} choices, numbered from 0 to {many - 1}{also}"
         raise InvalidGold(f"it is the number {label} of {what}", "write the letter, as in B")
     return _get_nth_letter(label, letters, text)
 
@@ -145,8 +146,8 @@ def _get_nth_letter(place: int, letters: str, text: str) -> str:
     if place < len(letters):
         return letters[place]
     few = f"there are {len(letters)} letters: {letters}"
-    fix = "name more letters in options.letters"
-    raise InvalidGold(f"{text!r:.80} is choice {place + 1}, and {few}", fix)
+    fix = "add letters to options.letters"
+    raise InvalidGold(f"{text!r:.80} is choice {place + 1}, but {few}", fix)
 
 
 def _read_choices(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:

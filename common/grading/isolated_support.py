@@ -84,7 +84,7 @@ def find_unsupported(tests: str) -> tuple[str, ...]:
     except SyntaxError as error:
         return (f"syntax error, line {error.lineno}",)
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes, nested too deep
-        return (f"no Python: {type(error).__name__}",)
+        return (f"not Python: {type(error).__name__}",)
     return tuple(dict.fromkeys(UnsupportedFeatureFinder().find(tree)))
 
 
@@ -162,7 +162,7 @@ class UnsupportedFeatureFinder:
     def _check_attribute(self, node: ast.Attribute) -> Iterator[str]:
         before, _, name = self._resolve_path(node).rpartition(".")
         if node.attr in LOG_LISTENERS:
-            yield f"{node.attr} (what the solution logs)"
+            yield f"{node.attr} (the solution's logs)"
         if before == "pytest" and name not in SUPPORTED_PYTEST_NAMES:
             yield f"pytest.{name}"
         elif before == "pytest.mark" and name in UNSUPPORTED_MARKS:
@@ -230,13 +230,16 @@ class UnsupportedFeatureFinder:
         paths = list(map(self._resolve_path, node.bases))
         for path in paths:
             if path.startswith("logging.") and path.endswith("Handler"):
-                yield f"class {node.name}({path}) (what the solution logs)"
+                yield f"class {node.name}({path}) (the solution's logs)"
         ours = self._solution_names
         solutions = [p for p in paths if p.startswith("solution.") or p.split(".")[0] in ours]
         others = [p for p in paths if p in self._classes]
         if solutions and (others or node.keywords):
             but = others[0] if others else f"{node.keywords[0].arg}="
-            yield f"class {node.name}({solutions[0]}, {but}) of the solution's and of the tests'"
+            yield (
+                f"class {node.name}({solutions[0]}, {but}) with bases of the solution and "
+                "of the tests"
+            )
 
 
 def _find_guarded_imports(tree: ast.Module) -> set[ast.AST]:

@@ -34,15 +34,15 @@ def classify_tests(tests: Any) -> tuple[str, Tests]:
         _check_python_tests(found)
         return PYTHON, found
     if not found.cases:
-        raise InvalidTests("there is no case")
+        raise InvalidTests("the tests have no case")
     if isinstance(found, FunctionTests):
         if not all(part.isidentifier() for part in found.function.split(".")):
             raise InvalidTests(
                 f"{found.function!r:.60} is not the name of a function or Class.method"
             )
         if found.function == LEETCODE_CLASS:
-            what = f"{LEETCODE_CLASS} is a class, which is not called"
-            raise InvalidTests(f"{what}: name its method, {LEETCODE_CLASS}.NAME")
+            what = f"{LEETCODE_CLASS} is a class and cannot be called"
+            raise InvalidTests(f"{what}: use its method, {LEETCODE_CLASS}.NAME")
         return CALLS, found
     return STDIN, found
 
@@ -50,22 +50,26 @@ def classify_tests(tests: Any) -> tuple[str, Tests]:
 @functools.lru_cache(CACHED_MODULES)
 def _check_python_tests(tests: str) -> None:
     if not tests.strip():
-        raise InvalidTests("an empty text")
+        raise InvalidTests("the tests are an empty text")
     try:
         found = python_tests.list_test_names(tests)
     except SyntaxError as error:
         if tests.lstrip()[:1] in ("{", "["):
-            raise InvalidTests("a text that begins like JSON, but is none") from None
+            raise InvalidTests("the tests begin like JSON but are not valid JSON") from None
         raise InvalidTests(f"syntax error in Python, line {error.lineno}: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:
-        raise InvalidTests(f"no Python: {error or type(error).__name__}") from None
+        raise InvalidTests(f"the tests are not Python: {error or type(error).__name__}") from None
     if not found:
-        begins = " and begins like JSON, which it is not" if tests.lstrip()[:1] in "{[" else ""
+        begins = (
+            " (the text begins like JSON but is not valid JSON)"
+            if tests.lstrip()[:1] in "{["
+            else ""
+        )
         how = (
             "`def test_x(): check(NAME)`"
             if HUMANEVAL_CHECK in tests
             else "`def test_x(): assert ...`"
         )
         raise InvalidTests(
-            f"Python without a function test_*{begins}: write `from solution import NAME`, {how}"
+            f"the tests have no function test_*{begins}: write `from solution import NAME`, {how}"
         )

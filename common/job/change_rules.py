@@ -31,18 +31,18 @@ def _fixed_rule(reason: str) -> ChangeRule:
     return ChangeRule(fixed_reason=reason)
 
 
-_IN_FLIGHT = _fixed_rule("trajectories in flight were begun with it")
+_IN_FLIGHT = _fixed_rule("trajectories in flight started with its present value")
 _BUNDLED = _fixed_rule("the run uses copies of its original files")
 
 # By key or table. The longest matching name decides: a key without an entry has its table's rule.
 RULES: dict[str, ChangeRule] = {
     "name": _fixed_rule("the name identifies the run in Redis and in the trackers"),
-    "out": _fixed_rule("the run's files are there"),
-    "seed": _fixed_rule("random draws that were made with it cannot be repeated"),
+    "out": _fixed_rule("the run's files are in that directory"),
+    "seed": _fixed_rule("random draws made with it cannot be repeated"),
     "cache": CHANGEABLE,
     "mesh": CHANGEABLE,
     "model": _fixed_rule("the trained weights belong to this model"),
-    "models": _fixed_rule("trajectories in flight carry its scores"),
+    "models": _fixed_rule("trajectories in flight carry scores of this model"),
     "dataset": _BUNDLED,
     "environment": _BUNDLED,
     "environment.processes": CHANGEABLE,
@@ -50,7 +50,7 @@ RULES: dict[str, ChangeRule] = {
     "environment.python": CHANGEABLE,
     "environment.tool_deadline_s": CHANGEABLE,
     "environment.step_deadline_s": CHANGEABLE,
-    "reward": _fixed_rule("rewards from before and after are not comparable"),
+    "reward": _fixed_rule("rewards before and after a change are not comparable"),
     "reward.deadline_s": CHANGEABLE,
     "reward.judge.key": CHANGEABLE,
     "reward.judge.in_flight": CHANGEABLE,
@@ -78,9 +78,9 @@ RULES: dict[str, ChangeRule] = {
     "rollout.tensor_parallel": CHANGEABLE,
     "algorithm": RECORDED,
     "algorithm.name": _fixed_rule(
-        "the optimizer's state and the groups under way belong to this algorithm"
+        "the optimizer's state and the groups in progress belong to this algorithm"
     ),
-    "algorithm.group_size": _fixed_rule("groups under way have this size"),
+    "algorithm.group_size": _fixed_rule("groups in progress have this size"),
     "algorithm.groups_per_step": _fixed_rule("admitted groups are counted by it"),
     "algorithm.min_group": CHANGEABLE,
     "algorithm.max_staleness": CHANGEABLE,
@@ -101,8 +101,8 @@ RULES: dict[str, ChangeRule] = {
 }
 # Keys where zero switches a feature off.
 ZERO_SWITCH_REASONS = {
-    "optimizer.muon_lr": "at 0 AdamW trains the matrices, and each optimizer has its own state",
-    "algorithm.kl_coefficient": "groups that are under way carry a reference's scores, or none",
+    "optimizer.muon_lr": "at 0, AdamW trains the matrices, and each optimizer has its own state",
+    "algorithm.kl_coefficient": "groups in progress carry scores of a reference, or none",
 }
 
 
@@ -120,7 +120,7 @@ def explain_rejected_change(key: str, old: Any, new: Any) -> str:
     if rule := find_rule(key).fixed_reason:
         return rule
     if (why := ZERO_SWITCH_REASONS.get(key)) and (old == 0) != (new == 0):
-        return f"neither from 0 nor to it: {why}"
+        return f"a change from 0 or to 0 is impossible: {why}"
     return ""
 
 

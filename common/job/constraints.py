@@ -44,23 +44,27 @@ class NestedValueError(ValueError):
 def _is_name(text: str) -> bool:
     """Return True for a valid name; ValueError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
-        raise ValueError("must be letters, digits, '.', '_', '-', and not begin with a mark")
+        raise ValueError(
+            "must have only letters, digits, '.', '_' and '-', and begin with a letter or digit"
+        )
     return True
 
 
 def _is_figure(text: str) -> bool:
     """Return True for a valid figure name, which a dot may follow; ValueError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9_-]+", text):
-        raise ValueError("must be letters, digits, '_', '-'")
+        raise ValueError("must have only letters, digits, '_' and '-'")
     return True
 
 
 def _is_path(text: str) -> bool:
     """Return True for a possible path; ValueError otherwise."""
     if "\0" in text:
-        raise ValueError("holds a zero byte, which no path does")
+        raise ValueError("contains a zero byte, which paths cannot contain")
     if text.startswith("~") and os.path.expanduser(text) == text:
-        raise ValueError("begins with the home directory of a user that this host has not")
+        raise ValueError(
+            "begins with the home directory of a user that does not exist on this host"
+        )
     return True
 
 

@@ -132,9 +132,10 @@ def parse_engine_speed(text: str) -> EmulatedEngineSpeed:
         pace = EmulatedEngineSpeed(0.0, 0, 0.0)
     if not (pace.decode_step_s > 0 and pace.plateau_batch > 0 and pace.prefill_tokens_per_s > 0):
         raise ConfigError(
-            f"there is no pace {text!r}",
+            f"there is no emulated engine speed {text!r}",
             where="rollout.emulate",
-            fix=f"{', '.join(ENGINE_PROFILES)}, or DECODE_MS/PLATEAU/PREFILL_TOKENS_PER_S",
+            fix=f"Use one of {', '.join(ENGINE_PROFILES)}, or "
+            "DECODE_MS/PLATEAU/PREFILL_TOKENS_PER_S",
         )
     return pace
 
@@ -161,10 +162,11 @@ def parse_emulation_scale(text: str) -> EmulationScale | None:
         found = EmulationScale(0.0)
     if not (0 < found.time_scale < math.inf and 0 < found.token_scale < math.inf):
         raise ConfigError(
-            f"there is no pace {text!r} of training",
+            f"there is no emulated training speed {text!r}",
             where="training.emulate",
-            fix="declared/SCALE, with real seconds for each declared one, as declared/300, or "
-            "declared/SCALE/TOKENS, with tokens that a real one stands for",
+            fix="Use declared/SCALE, with real seconds for each declared second, such as "
+            "declared/300, or declared/SCALE/TOKENS, with declared tokens for each real "
+            "token",
         )
     return found
 
@@ -190,9 +192,9 @@ def parse_training_speed(text: str) -> EmulatedTrainingSpeed:
         pace = EmulatedTrainingSpeed(0.0, 0.0)
     if not (0 < pace.tokens_per_s < math.inf and 0 <= pace.update_s < math.inf):
         raise ConfigError(
-            f"there is no pace {text!r} of training",
+            f"there is no emulated training speed {text!r}",
             where="training.emulate",
-            fix=f"{', '.join(TRAINING_PROFILES)}, TOKENS_PER_S/UPDATE_MS, or declared/SCALE for "
-            "the ranks of a mixture",
+            fix=f"Use one of {', '.join(TRAINING_PROFILES)}, TOKENS_PER_S/UPDATE_MS, or "
+            "declared/SCALE for the ranks of a mixture of experts",
         )
     return pace

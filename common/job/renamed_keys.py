@@ -48,7 +48,7 @@ def replace_old_keys(document: dict[str, Any], renamed: Mapping[str, str]) -> di
                 continue
             if new_name in one:
                 raise ConfigError(
-                    f"{old} is an old name of {new}, and both are given", fix=f"Delete {old}"
+                    f"{old} is an old name of {new}, but both are set", fix=f"Delete {old}"
                 )
             one[new_name] = one.pop(old_name)
             found[old] = new

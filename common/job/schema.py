@@ -198,10 +198,10 @@ class Schema(Generic[T]):
             return f"Did you mean {close[0]}?" if close else ""
         if sort == "dataclass_type":
             table = f"[[{key.rpartition('[')[0]}]]" if key.endswith("]") else f"[{key}]"
-            return f"Write {table}, and its keys below it"
+            return f"Write {table}, and put its keys below it"
         if sort == "list_type":
             if _plural_of_items(self.types_by_key.get(key)) == "tables":
-                return f"Write [[{key}]] for each of them"
+                return f"Write [[{key}]] for each table"
             return f"Write [{_format_value(value)}]"
         if isinstance(value, str) and _SCALAR.fullmatch(value) and sort in _TYPE_ERRORS:
             return f"Write {value} without quotes"

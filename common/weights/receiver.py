@@ -164,12 +164,12 @@ class WeightReceiver:
             )
             chunks = {piece.chunk for piece in image.manifest.tensors if piece.size_bytes}
 
-            def whole() -> bool:
+            def has_all_chunks() -> bool:
                 return all(map(cache.has, chunks))
 
             # Deltas are made from versions that are complete files on this host.
             if self._wants_deltas and await self._mesh.host.run_blocking(
-                whole, deadline_s=HASH_TIMEOUT_S
+                has_all_chunks, deadline_s=HASH_TIMEOUT_S
             ):
                 await acknowledge_version(self._mesh, image.manifest, image.digest)
         return failed

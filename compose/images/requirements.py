@@ -1,5 +1,6 @@
-"""Prints what `pyproject.toml` in the working directory requires, with the extras that are named
-(a,b): a layer of packages that lasts until these change.
+"""Printer of the requirements of `pyproject.toml`, with the extras given as "a,b".
+
+Images install them in a layer of their own, which stays until these requirements change.
 """
 
 import sys

@@ -24,7 +24,7 @@ def get_cache_shapes(
             [blocks, kv_heads, width // 2, BLOCK_TOKENS, 2],
             [blocks, kv_heads, BLOCK_TOKENS // 2, width, 2],
         )
-    raise TypeError(f"a paged cache holds float32 or bfloat16, not {dtype}")
+    raise TypeError(f"a paged cache must be float32 or bfloat16, not {dtype}")
 
 
 def unpack_cache(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,4 +39,4 @@ def check_cache(keys: Tensor, values: Tensor, kv_heads: int, width: int) -> None
     expected = get_cache_shapes(keys.shape[0], kv_heads, width, keys.dtype)
     shapes = [list(keys.shape), list(values.shape)]
     if shapes != list(expected) or keys.dtype != values.dtype:
-        raise ValueError(f"keys and values of shapes {shapes}, expected {list(expected)}")
+        raise ValueError(f"keys and values have shapes {shapes}, expected {list(expected)}")

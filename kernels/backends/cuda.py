@@ -72,7 +72,7 @@ def _import_triton_kernels() -> ModuleType:
     try:
         from meshrl.kernels.backends import triton_kernels
     except ImportError as error:
-        raise KernelUnsupported(f"no Triton: {error}") from error
+        raise KernelUnsupported(f"Triton cannot be imported: {error}") from error
     return triton_kernels
 
 

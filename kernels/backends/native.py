@@ -138,6 +138,6 @@ def _call_library(name: str, *arguments: Tensor | int | float) -> None:
     plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
     status = getattr(load_library(), name)(*plain)
     if status == NO_MEMORY:
-        raise MemoryError(f"{name} found no memory")
+        raise MemoryError(f"{name} could not allocate memory")
     if status == OUT_OF_RANGE:
-        raise IndexError(f"{name} was given an index, a block or a length that is out of range")
+        raise IndexError(f"{name} received an index, a block or a length out of range")

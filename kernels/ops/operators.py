@@ -53,13 +53,16 @@ def paged_decode(
     range.
     """
     if window < 0:
-        raise ValueError(f"a window of {window} tokens")
+        raise ValueError(f"the window is {window} tokens, below 0")
     if queries.dim() != 3 or keys.dim() < 2 or queries.shape[1] % keys.shape[1]:
-        raise ValueError(f"queries {list(queries.shape)} for a cache of {list(keys.shape)}")
+        raise ValueError(
+            f"queries of shape {list(queries.shape)} do not match a cache of "
+            f"shape {list(keys.shape)}"
+        )
     check_cache(keys, values, keys.shape[1], queries.shape[2])
     _check_table(table, lengths, queries.shape[0], torch.int32)
     if queries.dtype != keys.dtype:
-        raise ValueError(f"queries of {queries.dtype}, keys of {keys.dtype}")
+        raise ValueError(f"queries are {queries.dtype}, but keys are {keys.dtype}")
 
 
 @register_operator(mutated_arguments=["keys", "values"])
@@ -78,11 +81,17 @@ def paged_write(
     before it may have been written.
     """
     if new_keys.dim() != 3 or new_keys.shape != new_values.shape:
-        raise ValueError(f"keys {list(new_keys.shape)}, values {list(new_values.shape)}")
+        raise ValueError(
+            f"keys of shape {list(new_keys.shape)} do not match values of shape "
+            f"{list(new_values.shape)}"
+        )
     check_cache(keys, values, *new_keys.shape[1:])
     _check_table(table, positions, new_keys.shape[0], torch.int64)
     if not new_keys.dtype == new_values.dtype == keys.dtype:
-        raise ValueError(f"{new_keys.dtype}, {new_values.dtype} for a cache of {keys.dtype}")
+        raise ValueError(
+            f"keys of {new_keys.dtype} and values of {new_values.dtype} do not "
+            f"match a cache of {keys.dtype}"
+        )
 
 
 @register_operator(lambda queries, *_: queries.new_empty(queries.shape))
@@ -98,12 +107,12 @@ def varlen_prefill(
     are padding: zeros. IndexError on a CPU if they are not ascending or exceed t.
     """
     if window < 0:
-        raise ValueError(f"a window of {window} tokens")
+        raise ValueError(f"the window is {window} tokens, below 0")
     shapes = [list(tensor.shape) for tensor in (queries, keys, values)]
     if queries.dim() != 3 or keys.dim() != 3 or keys.shape != values.shape:
-        raise ValueError(f"queries, keys and values of shapes {shapes}")
+        raise ValueError(f"queries, keys and values have mismatched shapes {shapes}")
     if queries.shape[::2] != keys.shape[::2] or queries.shape[1] % keys.shape[1]:
-        raise ValueError(f"queries, keys and values of shapes {shapes}")
+        raise ValueError(f"queries, keys and values have mismatched shapes {shapes}")
     if not queries.dtype == keys.dtype == values.dtype in (torch.float32, torch.bfloat16):
         raise ValueError(f"queries, keys, values of {queries.dtype}, {keys.dtype}, {values.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype != torch.int32:

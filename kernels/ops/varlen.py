@@ -68,7 +68,9 @@ class VarlenAttention:
             or (np.diff(cu_seqlens) < 0).any()
             or cu_seqlens[-1] > num_positions
         ):
-            raise ValueError(f"starts of sequences do not rise from 0 to at most {num_positions}")
+            raise ValueError(
+                f"starts of sequences do not increase from 0 to at most {num_positions}"
+            )
         self.num_positions, self.device = num_positions, device
         self.cu_seqlens = np.ascontiguousarray(cu_seqlens, np.int32)
 
@@ -229,9 +231,9 @@ def _call_library(name: str, *arguments: Any) -> None:
     plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
     status = getattr(_load_library(), name)(*plain)
     if status == NO_MEMORY:
-        raise MemoryError(f"{name} found no memory")
+        raise MemoryError(f"{name} could not allocate memory")
     if status:
-        raise IndexError(f"{name} was given sequences that are out of range")
+        raise IndexError(f"{name} received sequences out of range")
 
 
 def _build_window_mask(length: int, window: int, device: torch.device) -> Tensor:

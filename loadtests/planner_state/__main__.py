@@ -204,7 +204,7 @@ async def large_pool(gangs: int, count: int, repeats: int) -> dict[str, Any]:
     async with on_redis() as (state, asking, _):
         timer = Timer(state)
         token = await filled(state, timer, gangs, count)
-        memory = {"missing": {f"w{n}": n for n in range(gangs // 16)}}
+        memory = {"missing_since": {f"w{n}": n for n in range(gangs // 16)}}
         await pool.read_snapshot(
             state, token
         )  # the documents of the jobs come with the first snapshot
@@ -217,7 +217,7 @@ async def large_pool(gangs: int, count: int, repeats: int) -> dict[str, Any]:
             epoch += 1
             wish = Instance(f"g{n % gangs}.0", "job0", Role.ROLLOUT, epoch=epoch)
             one: list[Decision] = [PlaceInstance(f"g{n % gangs}", wish, WHY)]
-            work = pool.write_decisions(state, token, f"op{n}", one, memory, found.written)
+            work = pool.write_decisions(state, token, f"op{n}", one, memory, found.revision)
             assert await timer.time("write_one", work) == []
         used = (await state.run_command("INFO", "memory"))["used_memory"]
         spent = {f"{what}_ms": statistics.median(ms) for what, ms in timer.server_ms.items()}

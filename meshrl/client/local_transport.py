@@ -141,13 +141,13 @@ def submit_local(
     if not MeshSettings.from_file(place.settings).joinable:  # there is one host: this one
         isolation_probe.require_isolation(config)
 
-    async def taken(state: StateClient) -> set[str]:
+    async def list_taken_names(state: StateClient) -> set[str]:
         await check_job_is_feasible(
             state, derive_requirements(config.to_document(), count_parameters(config))
         )
         return {row.id for row in await jobs.read_jobs(state)}
 
-    job = choose_free_name(config.name, query_mesh(place, taken, ANSWER_TIMEOUT_S))
+    job = choose_free_name(config.name, query_mesh(place, list_taken_names, ANSWER_TIMEOUT_S))
     with claim_run_directory(config, force) as claim:
         run_dir = claim.directory
         with translate_write_errors(run_dir):

@@ -30,7 +30,7 @@ def drain_host(
     """Request that everything moves off a host; with `wait` return when it has."""
     place, began = find_mesh(mesh), time.monotonic()
 
-    async def asked(state: StateClient) -> HostRow:
+    async def request_drain(state: StateClient) -> HostRow:
         found = await _find_host(state, place, name)
         if found.drain_reason in ("", SHUTDOWN_NOTICE):  # a user's drain outlasts the host's return
             if not any(
@@ -46,7 +46,7 @@ def drain_host(
             )
         return found
 
-    host = query_mesh(place, asked, ANSWER_TIMEOUT_S).host
+    host = query_mesh(place, request_drain, ANSWER_TIMEOUT_S).host
     if wait:
         _wait_until_drained(place, host, began, timeout_s)
     took_s = round(time.monotonic() - began, 3)
@@ -70,11 +70,11 @@ def end_drain(name: str, as_json: bool, mesh: Path | None) -> None:
     """Let the mesh use a host again."""
     place = find_mesh(mesh)
 
-    async def asked(state: StateClient) -> tuple[str, bool]:
+    async def clear_drain_reason(state: StateClient) -> tuple[str, bool]:
         found = await _find_host(state, place, name)
         return found.host, await pool.set_drain_reason(state, found.host, "")
 
-    host, changed = query_mesh(place, asked, ANSWER_TIMEOUT_S)
+    host, changed = query_mesh(place, clear_drain_reason, ANSWER_TIMEOUT_S)
     if as_json:
         print(json.dumps({"host": host, "changed": changed}))
     else:

@@ -119,7 +119,7 @@ def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
     For a job also print its current prediction, and why nothing moves.
     """
 
-    async def look(
+    async def read_recent_state(
         state: StateClient,
     ) -> tuple[list[Event], dict[str, JobPrediction], list[jobs.JobRow]]:
         return (
@@ -128,7 +128,7 @@ def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
             await jobs.read_jobs(state),
         )
 
-    recent, told_of, rows = query_mesh(find_mesh(mesh), look, ANSWER_TIMEOUT_S)
+    recent, told_of, rows = query_mesh(find_mesh(mesh), read_recent_state, ANSWER_TIMEOUT_S)
     known = [read_move_outcomes(Path(row.run_dir)) for row in rows]
     judged = move_outcomes.list_outcomes(move_outcomes.merge_events(*known, recent), subject)
     found = decisions.select_decisions(recent, subject)

@@ -19,10 +19,10 @@ from meshrl.view.live import console_tables
 def show_status(token: str, name: str | None, as_json: bool) -> None:
     """Show the token's jobs, or one of them."""
 
-    async def look(client: Client) -> list[JobState]:
+    async def read_states(client: Client) -> list[JobState]:
         return await client.jobs() if name is None else [await client.job(name)]
 
-    found = run_request(look, token=token)
+    found = run_request(read_states, token=token)
     if as_json:
         print(json.dumps({"jobs": [asdict(state) for state in found]}))
         return

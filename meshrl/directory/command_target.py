@@ -44,10 +44,10 @@ def read_run(directory: Path) -> RunLocation:
         return RunLocation.from_job_file(found, job_file.read_job_file(path))
     except CorruptData as error:
         raise CorruptData(
-            f"{path} is damaged: {error.message}",
+            f"{path} is corrupt: {error.message}",
             fix=(
-                f"`meshrl resume {directory_paths.format_path(found)}` writes it anew if the "
-                "run's Redis has it"
+                f"Run `meshrl resume {directory_paths.format_path(found)}`, which rewrites it "
+                "if the run's Redis has a copy"
             ),
         ) from error
 
@@ -55,14 +55,16 @@ def read_run(directory: Path) -> RunLocation:
 def resolve_mesh(target: Path | None, mesh: Path | None) -> MeshPaths:
     """Return the mesh that a run or mesh directory, `--mesh`, or neither of them means."""
     if target is not None and mesh is not None:
-        raise ConfigError(f"both {target} and --mesh {mesh} name a mesh", fix="Give one of them")
+        raise ConfigError(
+            f"{target} and --mesh {mesh} both name a mesh", fix="Pass only one of them"
+        )
     target = target or mesh
     if target is not None and (target / "job.json").is_file():
         place = read_run(target).mesh_paths
         if place.settings.is_file():
             return place
         raise NotFound(
-            f"the run in {target} has no mesh any more", fix=f"`meshrl resume {target}` starts one"
+            f"the run in {target} has no mesh", fix=f"Run `meshrl resume {target}` to start one"
         )
     try:
         return find_mesh(target)
@@ -70,7 +72,7 @@ def resolve_mesh(target: Path | None, mesh: Path | None) -> MeshPaths:
         if target is None:
             raise
         raise NotFound(
-            f"there is neither a run nor a mesh in {target}", fix="Name a directory under runs/"
+            f"{target} contains neither a run nor a mesh", fix="Name a directory under runs/"
         ) from error
 
 
@@ -92,8 +94,8 @@ def resolve_run(target: Path | None, mesh: Path | None) -> RunLocation:
         return _resolve_job(find_mesh(mesh), str(target))
     except (NotFound, StateUnavailable) as error:
         raise NotFound(
-            f"there is no run in {target}, and no mesh that has a job of that name",
-            fix="Name a directory under runs/, or a job as `meshrl status` shows it",
+            f"{target} is neither a run directory nor a job of the mesh",
+            fix="Name a directory under runs/, or a job that `meshrl status` lists",
         ) from error
 
 
@@ -114,7 +116,8 @@ def _resolve_job(mesh_paths: MeshPaths, name: str) -> RunLocation:
         rows = [row for row in rows if row.id == name]
     if not rows:
         raise NotFound(
-            f"the mesh in {mesh_paths.root} has no job {name}".rstrip(), fix="`meshrl submit JOB`"
+            f"the mesh in {mesh_paths.root} has no job {name}".rstrip(),
+            fix="Run `meshrl submit JOB` to submit one",
         )
     row = next((row for row in rows if not row.is_terminal), rows[-1])
     return RunLocation(Path(row.run_dir), row.id, mesh_paths)
@@ -127,7 +130,7 @@ async def read_run_row(state: StateClient, run: RunLocation) -> jobs.JobRow:
     """
     row = await jobs.read_job(state, run.job)
     if row.run_dir != str(run.directory):
-        raise Refused(f"the mesh's job {run.job} is another run, in {row.run_dir}")
+        raise Refused(f"the mesh runs {run.job} in another directory, {row.run_dir}")
     return row
 
 

@@ -72,8 +72,8 @@ class MeshPaths:
         """Raise Refused on a host that has joined a mesh: its head has the records."""
         if self.membership.is_file():
             raise Refused(
-                f"{self.root} is a host that has joined a mesh, whose records are at its head",
-                fix="Ask at the head, or with a token of `meshrl token create` there",
+                f"{self.root} belongs to a joined host; the records of its mesh are at the head",
+                fix="Run the command at the head, or use a token from `meshrl token create` there",
             )
 
     def log_path(self, name: str) -> Path:
@@ -109,8 +109,8 @@ def find_mesh(path: Path | None) -> MeshPaths:
             path = Path(read_json(pointer)["root"])
         except (CorruptData, KeyError) as error:
             raise NotFound(
-                f"{pointer}, which names the mesh that was started last, is damaged: {error}",
-                fix="Name the run or the mesh; the next start writes the file anew",
+                f"{pointer}, which names the last started mesh, is corrupt: {error}",
+                fix="Name the run or the mesh; the next start rewrites the file",
             ) from error
     for root in (path, path.parent, path.parent.parent):
         place = MeshPaths(root)
@@ -144,7 +144,8 @@ def choose_run_directory(config: JobConfig, force: bool) -> Path:
     if named:
         raise Refused(
             f"{target} is not empty",
-            fix=f"`meshrl resume {target}` continues it, --force starts over, or set another `out`",
+            fix=f"Run `meshrl resume {target}` to continue it, use --force to start over, or "
+            "set another `out`",
         )
     number = 2
     while is_occupied(target.with_name(f"{config.name}-{number}")):
@@ -157,10 +158,10 @@ def require_run(directory: Path) -> Path:
     if not (directory / "job.json").is_file():
         if (directory / "bundle").is_dir() and (directory / "events.jsonl").is_file():
             raise CorruptData(
-                f"the job.json of the run in {directory} is gone",
+                f"the job.json of the run in {directory} is missing",
                 fix=(
-                    f"`meshrl resume {format_path(directory)}` writes it anew if the run's "
-                    "Redis has it"
+                    f"Run `meshrl resume {format_path(directory)}`, which rewrites it if the "
+                    "run's Redis has a copy"
                 ),
             )
         raise NotFound(
@@ -173,7 +174,7 @@ def require_run(directory: Path) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a document. Raises CorruptData when it is not as written."""
     if path.exists() and not path.is_file():  # a pipe would be waited for without end
-        raise CorruptData("it is no file", where=str(path))
+        raise CorruptData("it is not a regular file", where=str(path))
     return documents.decode(path.read_bytes(), str(path))
 
 

@@ -22,9 +22,9 @@ def create_private_directory(directory: Path) -> None:
     around = directory.parent.stat()
     if around.st_mode & WORLD_WRITABLE and not around.st_mode & stat.S_ISVTX:
         raise Refused(
-            f"anybody may replace {directory.name} in {directory.parent}",
+            f"every user can replace {directory.name} in {directory.parent}",
             where=str(directory),
-            fix=f"`chmod o-w {directory.parent}`, or take another directory",
+            fix=f"Run `chmod o-w {directory.parent}`, or use another directory",
         )
     mode = stat.S_IMODE(directory.stat().st_mode)
     if mode & PRIVATE_UMASK:
@@ -40,5 +40,5 @@ def require_own_file(path: Path) -> None:
     if owner not in (0, os.geteuid()):
         raise Refused(
             f"{path} belongs to user {owner}, not to you ({os.geteuid()})",
-            fix="Ask as that user, or remove it if you do not know what it is",
+            fix="Run the command as that user, or remove the file if it is unknown to you",
         )

@@ -23,7 +23,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
     """
     held = read_json(path)
     if not isinstance(held.get("job"), str) or not isinstance(held.get("document"), dict):
-        raise CorruptData("it names no job, or not what the job is", where=str(path))
+        raise CorruptData("it lacks the job's name or its document", where=str(path))
     return held
 
 
@@ -40,7 +40,7 @@ async def restore_job_file(
     path = run_dir / JOB_FILE_NAME
     aside = corruption.quarantine(path, run_dir) if path.exists() else None
     write_json(path, {"job": rows[-1].id, "document": rows[-1].document} | dict(extra_fields))
-    then = "written again from the copy in Redis"
+    then = "rewritten from the copy in Redis"
     return corruption.make_event_fields(
         "job", path, reason, then, job=rows[-1].id, quarantined_path=aside
     )

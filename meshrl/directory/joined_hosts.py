@@ -58,7 +58,7 @@ class JoinedHosts:
             return cls(held["joined_count"], hosts, tuple(held["departed_hosts"]))
         except (KeyError, TypeError, AttributeError) as error:
             fix = REPAIR_HINT.format(other="hosts.json")
-            why = f"it tells of no hosts: {error!r}"
+            why = f"it is not a valid list of hosts: {error!r}"
             raise documents.make_corrupt_error(mesh_paths.joined_hosts, why, fix) from error
 
     def write(self, mesh_paths: MeshPaths) -> None:

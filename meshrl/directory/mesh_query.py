@@ -23,7 +23,7 @@ def query_mesh(
     Raises StateUnavailable or the query's own error after `deadline_s`.
     """
 
-    async def asking() -> T:
+    async def run_query() -> T:
         try:
             async with asyncio.timeout(deadline_s):
                 state = await StateClient.open(mesh_paths.redis_url, connect_timeout_s=deadline_s)
@@ -34,7 +34,7 @@ def query_mesh(
         except (TimeoutError, DeadlineExceeded) as error:
             raise StateUnavailable(f"no answer within {deadline_s:g} s") from error
 
-    return asyncio.run(await_redis_answer(mesh_paths, asking()))
+    return asyncio.run(await_redis_answer(mesh_paths, run_query()))
 
 
 async def await_redis_answer(mesh_paths: MeshPaths, answer: Awaitable[T]) -> T:
@@ -43,7 +43,8 @@ async def await_redis_answer(mesh_paths: MeshPaths, answer: Awaitable[T]) -> T:
         return await answer
     except StateUnavailable as error:
         raise StateUnavailable(
-            f"the mesh's Redis cannot be asked: {error.message}",
+            f"the mesh's Redis is unavailable: {error.message}",
             where=redact_password(mesh_paths.redis_url),
-            fix="`meshrl up` starts a mesh; `meshrl resume RUN` starts the mesh of a run again",
+            fix="Run `meshrl up` to start a mesh, or `meshrl resume RUN` to restart the mesh "
+            "of a run",
         ) from error

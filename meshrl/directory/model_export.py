@@ -23,13 +23,13 @@ def build_export_command(
 def require_one_version(step: int | None, best_version: bool) -> None:
     """Raise ConfigError if a step and the best version are wanted."""
     if best_version and step is not None:
-        raise ConfigError("--step and --best mean two versions", fix="give one of them")
+        raise ConfigError("--step and --best select two versions", fix="Pass only one of them")
 
 
 def extract_error(output: str) -> str:
     """Return why nothing was written, of what the process has printed."""
     lines = output.strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else "nothing was written"
+    return lines[-1].removeprefix("error: ") if lines else "the export wrote no model and no error"
 
 
 def export_model(

@@ -46,7 +46,7 @@ class RunClaim:
     def delete_replaced_run(self) -> None:
         """Delete the replaced run, as the new one has started."""
         if self.replaced_run is not None:
-            told = "of the run that was replaced cannot be deleted"
+            told = "of the replaced run cannot be deleted"
             shutil.rmtree(
                 self.replaced_run,
                 onerror=lambda _, path, why: print(f"{path} {told}: {why[1]}", file=sys.stderr),
@@ -57,7 +57,7 @@ class RunClaim:
         """Claim the directory: it is not empty from here on."""
         with (self.directory / CLAIM_FILE).open("x") as mark:
             self.is_marked = True
-            mark.write("a run is being started here\n")
+            mark.write("a run is starting here\n")
 
     def roll_back(self) -> None:
         """Restore everything as it was before."""
@@ -77,8 +77,11 @@ class RunClaim:
 
     def report_replaced_run(self, reason: str) -> None:
         """Print the path of a replaced run that is neither deleted nor put back."""
-        told = f"the run that --force replaces is whole in {self.replaced_run} ({reason})"
-        print(f"{told}; `mv` it to a name of its own, and `meshrl resume` goes on", file=sys.stderr)
+        told = f"the run that --force replaces is preserved in {self.replaced_run} ({reason})"
+        print(
+            f"{told}. Move it to another name, then run `meshrl resume` to continue it",
+            file=sys.stderr,
+        )
 
 
 @contextlib.contextmanager
@@ -93,9 +96,9 @@ def claim_run_directory(config: JobConfig, force: bool) -> Iterator[RunClaim]:
         with contextlib.suppress(NotFound):
             there.read_file("job.json")
             raise Refused(
-                f"a run lies at {there.public_url} already",
-                fix=f"`meshrl resume {there.public_url}` continues it, --force starts over; or set "
-                "another `out`",
+                f"{there.public_url} already contains a run",
+                fix=f"Run `meshrl resume {there.public_url}` to continue it, use --force to "
+                "start over, or set another `out`",
             )
     with contextlib.ExitStack() as stack:
         with translate_write_errors(Path(config.out_directory or "runs")):
@@ -115,7 +118,7 @@ def claim_run_directory(config: JobConfig, force: bool) -> Iterator[RunClaim]:
             if not claim.is_committed:
                 claim.roll_back()
             elif claim.replaced_run is not None:
-                claim.report_replaced_run(f"the one in {target} did not come up")
+                claim.report_replaced_run(f"the new run in {target} did not start")
 
 
 @contextlib.contextmanager
@@ -126,9 +129,9 @@ def translate_write_errors(directory: Path) -> Iterator[None]:
     except OSError as error:
         path = error.filename or directory
         kind = StorageFull if error.errno in DISK_FULL_ERRNOS else Refused
-        fix = "Free some space" if kind is StorageFull else "Set another `out`"
+        fix = "Free disk space" if kind is StorageFull else "Set another `out`"
         raise kind(
-            f"the run directory {directory} cannot be written: {path}: {error.strerror}", fix=fix
+            f"the run directory {directory} is not writable: {path}: {error.strerror}", fix=fix
         ) from error
 
 
@@ -168,7 +171,7 @@ def _lock_replaceable_run(directory: Path) -> Iterator[None]:
     for name, protected in (("working", Path.cwd()), ("home", Path.home())):
         if protected.resolve().is_relative_to(directory.resolve()):
             raise Refused(
-                f"{directory} is or holds the {name} directory, which --force does not delete",
+                f"{directory} is or contains the {name} directory, which --force does not delete",
                 fix="Set another `out`",
             )
     job, mesh = _read_run(directory)
@@ -188,7 +191,7 @@ def _read_run(directory: Path) -> tuple[str, Path | None]:
         held = job_file.read_job_file(directory / job_file.JOB_FILE_NAME)
     except (OSError, CorruptData) as error:
         raise Refused(
-            f"{directory} is no run: --force deletes nothing that has no job.json of a run",
+            f"{directory} is not a run: --force deletes only directories with a run's job.json",
             fix="Set another `out`, or delete it yourself",
         ) from error
     return held["job"], Path(held["mesh"]) if "mesh" in held else None
@@ -205,10 +208,9 @@ def lock_mesh(mesh_paths: MeshPaths, run_dir: Path) -> Iterator[None]:
             except OSError as error:
                 pid = find_root_pid(mesh_paths)
                 raise Refused(
-                    f"the run in {run_dir} goes on" + (f", in process {pid}" if pid else ""),
-                    fix=f"`meshrl watch {run_dir}` shows it; `meshrl down --mesh "
-                    f"{mesh_paths.root}` "
-                    "stops it",
+                    f"the run in {run_dir} is running" + (f", in process {pid}" if pid else ""),
+                    fix=f"Run `meshrl watch {run_dir}` to see it, or `meshrl down --mesh "
+                    f"{mesh_paths.root}` to stop it",
                 ) from error
         yield
 
@@ -226,14 +228,14 @@ def _require_finished(mesh_paths: MeshPaths, directory: Path, job: str) -> None:
     """Raise Refused unless the mesh that a job was submitted to has finished it."""
     if not mesh_paths.settings.is_file():
         return  # there is no such mesh any more
-    fix = f"`meshrl cancel {directory}` ends it; or set another `out`"
+    fix = f"Run `meshrl cancel {directory}` to end it, or set another `out`"
     summary = directory / "summary.json"
     written = read_json_or_empty(summary).get("phase")
     if not is_mesh_running(mesh_paths):
         if written not in TERMINAL_PHASES:
             raise Refused(
                 f"the run in {directory} has not ended: it waits for its mesh in {mesh_paths.root}",
-                fix=f"`meshrl resume {directory}` goes on; or set another `out`",
+                fix=f"Run `meshrl resume {directory}` to continue it, or set another `out`",
             )
         return
     try:
@@ -242,15 +244,18 @@ def _require_finished(mesh_paths: MeshPaths, directory: Path, job: str) -> None:
         return
     except StateUnavailable as error:
         raise Refused(
-            f"whether the run in {directory} goes on cannot be seen: {error.message}",
-            fix=f"`meshrl down --mesh {mesh_paths.root}` stops its mesh; or set another `out`",
+            f"the state of the run in {directory} is unknown: {error.message}",
+            fix=f"Run `meshrl down --mesh {mesh_paths.root}` to stop its mesh, or set another "
+            "`out`",
         ) from error
     if row.run_dir != str(directory):
         return
     if not row.is_terminal:
-        raise Refused(f"the run in {directory} goes on, on the mesh in {mesh_paths.root}", fix=fix)
+        raise Refused(
+            f"the run in {directory} is running on the mesh in {mesh_paths.root}", fix=fix
+        )
     if written != row.phase:  # the summary is the last file of a run: its recorder still writes
         raise Refused(
-            f"the run in {directory} is over and is being written down",
-            fix=f"`meshrl wait {directory}` returns when it is; or set another `out`",
+            f"the run in {directory} has ended, but its files are still being written",
+            fix=f"Run `meshrl wait {directory}` to wait for that, or set another `out`",
         )

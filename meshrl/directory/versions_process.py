@@ -78,15 +78,15 @@ async def copy_versions(run: Path, stop: asyncio.Event) -> str:
     try:
         await asyncio.wait([copying, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not copying.done():
-            return f"not all versions are at {shown}: it was stopped"
+            return f"some versions are missing at {shown}: the copy was stopped"
         _, said, complained = copying.result()
         found = parse_answer(said, complained)
         if failed := found["failed"]:
             why = from_wire(failed[0]["error"]["code"], failed[0]["error"]["text"])
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
-            return f"not all versions are at {shown}: {failed[0]['manifest'][:8]}{more}: {why}"
+            return f"some versions are missing at {shown}: {failed[0]['manifest'][:8]}{more}: {why}"
     except MeshError as error:
-        return f"not all versions are at {shown}: {error}"
+        return f"some versions are missing at {shown}: {error}"
     finally:
         copying.cancel()
         stopping.cancel()
@@ -113,10 +113,10 @@ def parse_answer(stdout: str, stderr: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
-        why = stderr.strip().splitlines() or ["it said nothing"]
+        why = stderr.strip().splitlines() or ["no error output"]
         raise MeshError(
-            f"the versions could not be looked at: {why[-1]:.300}",
-            fix="It is a fault of MeshRL's; please report it with that line",
+            f"reading the versions failed: {why[-1]:.300}",
+            fix="Report this defect of MeshRL with that line",
         ) from None
     if error := found.get("error"):
         raise from_wire(error["code"], error["text"])

@@ -49,7 +49,7 @@ class WatchedDocument:
         try:
             self.content = self._read(self.path)
         except FileNotFoundError:
-            why = "it is gone"
+            why = "it is missing"
         except CorruptData as error:
             why, aside = error.message, corruption.quarantine(self.path, self._quarantine_root)
         else:
@@ -57,7 +57,7 @@ class WatchedDocument:
             return None
         self._write(self.path, self.content)
         self._signature = read_signature(self.path)
-        then = "written again from memory"
+        then = "rewritten from memory"
         return corruption.make_event_fields(
             self._kind, self.path, why, then, job=self._job, quarantined_path=aside
         )

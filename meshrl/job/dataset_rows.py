@@ -81,7 +81,7 @@ def _check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
         raise ConfigError(
             f"{row.location}: the row has no {kinds} {prompt_key!r}"
             + (f", but {value!r:.60}" if value is not None else ""),
-            fix="Set dataset.prompt to the row's key that holds the prompt; the row has "
+            fix="Set dataset.prompt to the key of the prompt in the rows; the row has "
             f"{', '.join(map(repr, row.value)) or 'nothing'}",
         )
     if not chat:
@@ -108,7 +108,7 @@ def check_sendable(location: str, value: dict[str, Any]) -> None:
     raise ConfigError(
         f"{location}: {next(culprits, 'the row')} cannot be sent ({problem})",
         fix="Use only UTF-8 text, 64-bit integers, and shallow lists and tables; tests of "
-        "code may be JSON text, which holds any integer",
+        "code may be JSON text, which represents any integer",
     )
 
 
@@ -175,7 +175,7 @@ def _read_directory(path: Path) -> Iterator[DatasetRow]:
     if (path / "dataset_dict.json").is_file():
         splits = _read_json_list(path / "dataset_dict.json", "splits")
         raise ConfigError(
-            f"{path} holds several splits: {', '.join(splits)}",
+            f"{path} contains several splits: {', '.join(splits)}",
             fix=f"Name one of them, such as {path / splits[0]}",
         )
     if (path / "state.json").is_file():
@@ -184,7 +184,7 @@ def _read_directory(path: Path) -> Iterator[DatasetRow]:
     splits = sorted({name.partition("-")[0] for f in files if "-of-" in (name := f.name)})
     if len(splits) > 1:
         raise ConfigError(
-            f"{path} holds files of several splits: {', '.join(splits)}",
+            f"{path} contains files of several splits: {', '.join(splits)}",
             fix=f"Name the files of one split, such as {path / (splits[0] + '-*.parquet')}",
         )
     if not files:

@@ -50,8 +50,8 @@ class DirectoryLock:
         except OSError as error:
             lock.close()
             raise DirectoryLocked(
-                f"a mesh runs in {self._place.root} already",
-                fix=f"`meshrl down --mesh {self._place.root}` stops it",
+                f"a mesh already runs in {self._place.root}",
+                fix=f"Run `meshrl down --mesh {self._place.root}` to stop it",
             ) from error
         self._lock = lock
         self._place.leave_marker.unlink(missing_ok=True)  # a request to the former owner

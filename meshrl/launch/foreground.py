@@ -49,7 +49,7 @@ def run_foreground(work: Callable[[], int]) -> int:
         return choose_exit_status(error)
     except OSError as error:
         barred = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        fix = "; its files need a directory that this user can write to: --root" if barred else ""
+        fix = ". Set a directory that this user can write to: --root" if barred else ""
         print(f"error: {error}{fix}", file=sys.stderr, flush=True)
         return EXIT_FATAL if barred else EXIT_RETRY
     finally:
@@ -104,4 +104,4 @@ def set_current_mesh(mesh_paths: MeshPaths) -> None:
         directory_paths.set_current_mesh(mesh_paths)
     except OSError as error:
         where = f"--mesh {mesh_paths.root}, or $MESHRL_HOME={mesh_paths.root}"
-        print(f"commands here need {where}: {error}", flush=True)
+        print(f"commands in this directory need {where}: {error}", flush=True)

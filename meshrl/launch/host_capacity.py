@@ -30,17 +30,17 @@ def parse_host_capacity(
     """
     takes = parse_services(services) if services is not None else ALL_SERVICES
     if no_workers and workers:
-        wrong = f"--no-workers with --workers {workers}: a host without workers has none"
-        raise ConfigError(wrong, where="--no-workers", fix="Leave one of them out")
+        wrong = f"--no-workers and --workers {workers} contradict each other"
+        raise ConfigError(wrong, where="--no-workers", fix="Remove one of them")
     if no_workers and device != CPU:
-        wrong = f"--no-workers with --device {device}: a host without workers has no device"
-        raise ConfigError(wrong, where="--no-workers", fix="Leave one of them out")
+        wrong = f"--no-workers and --device {device} contradict each other"
+        raise ConfigError(wrong, where="--no-workers", fix="Remove one of them")
     if not no_workers and device == CPU:
         workers = workers or default_workers
     if not takes and not workers and device == CPU:
         raise ConfigError(
-            "this host would give the mesh nothing: neither workers nor services",
+            "this host offers neither workers nor services",
             where="--services",
-            fix="Give it --workers N, or --services shards,sandboxes",
+            fix="Set --workers N, or --services shards,sandboxes",
         )
     return HostCapacity(workers, device, takes)

@@ -55,7 +55,7 @@ MESH_SCHEMA = Schema(
 
 def read_mesh_file(path: Path) -> MeshFile:
     """Read and check a file of a mesh. Raises ConfigError that names the wrong line."""
-    document, places = reader.read_toml(path, "the file of the mesh")
+    document, places = reader.read_toml(path, "the mesh file")
 
     def fail(key: str, message: str, fix: str) -> ConfigError:
         return reader.make_error(path, places, key, message, fix)
@@ -106,7 +106,9 @@ def up(root: Path | None, requested: MeshShape, options: UpOptions) -> int:
     shape = replace(shape, workers=_check_startable(shape))
     pool = told.pool if told is not None else make_default_pool(shape.workers)
     if find_root_pid(place):
-        raise DirectoryLocked(f"a mesh runs in {place.root} already", fix="`meshrl down` stops it")
+        raise DirectoryLocked(
+            f"a mesh already runs in {place.root}", fix="Run `meshrl down` to stop it"
+        )
     if shape.listen:
         address_checks.require_free_ports(
             shape.listen, service_plan.count_head_ports(shape.workers)
@@ -116,7 +118,7 @@ def up(root: Path | None, requested: MeshShape, options: UpOptions) -> int:
         head_secrets.install_head_secrets(place, options.secrets_file)
     if options.resume_url:
         for run_dir in durable_restore.fetch_runs(options.resume_url, place):
-            print(f"brought {directory_paths.format_path(run_dir)}", flush=True)
+            print(f"fetched {directory_paths.format_path(run_dir)}", flush=True)
     elif told is not None:
         durable_restore.configure_durable_copy(told.durable.url, place)
     invites = bool(shape.listen) and options.secrets_file is None
@@ -128,7 +130,7 @@ def up(root: Path | None, requested: MeshShape, options: UpOptions) -> int:
     )
     pid = root_program.start_in_background(LAUNCHER_PROGRAM, place, *chain.from_iterable(words))
     directory_paths.set_current_mesh(place)
-    print(f"{_describe_mesh(shape.workers)} runs (pid {pid}); `meshrl down` stops it")
+    print(f"{_describe_mesh(shape.workers)} runs (pid {pid}); run `meshrl down` to stop it")
     if invites:
         write_join_token(place)
     return 0
@@ -144,7 +146,7 @@ def make_default_pool(workers: int) -> PoolSettings:
 
 
 def _describe_mesh(workers: int) -> str:
-    return f"a mesh of {workers} workers" if workers else "a mesh without workers of its own"
+    return f"a mesh of {workers} workers" if workers else "a mesh without local workers"
 
 
 def _run_in_foreground(
@@ -175,7 +177,9 @@ def _resolve_addresses(shape: MeshShape, gateway: str | None) -> MeshShape:
     if gateway is None:
         gateway = choose_gateway_endpoint(shape.listen) if shape.listen else LOCAL_GATEWAY
     if shape.listen and gateway == METRICS_OFF:
-        raise ConfigError("hosts join at the gateway", where="--gateway", fix="Leave --gateway out")
+        raise ConfigError(
+            "joining hosts need the gateway", where="--gateway", fix="Remove --gateway"
+        )
     return replace(shape, gateway=gateway)
 
 
@@ -209,14 +213,14 @@ def write_join_token(mesh_paths: MeshPaths) -> None:
     host_tokens.write_token(
         host_tokens.create_host_token(mesh_paths, None, JOIN_TOKEN_LIFETIME_S), path
     )
-    print(f"{path} lets in one host, within a day: copy it there, it is a secret, and")
+    print(f"{path} is a secret that admits one host within a day. Copy it to that host and run")
     print(f"    meshrl join {path.name}")
-    print("`meshrl token create --host` makes more, `meshrl hosts` shows who has come")
+    print("`meshrl token create --host` makes more tokens, `meshrl hosts` lists joined hosts")
 
 
 def down(mesh: Path | None) -> None:
     place = find_mesh(mesh)
     pid, left = shutdown.stop_root_process(place)
     if left:
-        print(f"ended {len(left)} processes that had been left behind")
+        print(f"killed {len(left)} leftover processes")
     print("stopped" if pid or left else f"no mesh runs in {place.root}")

@@ -53,7 +53,7 @@ def cancel_run(target: Path, mesh: Path | None, as_json: bool) -> int:
         ended = wait_for_outcome(run, EXPORT_TIMEOUT_S) or read_outcome(run, is_live=False)
     if ended.state in ("finished", "failed"):
         how = "finished" if ended.state == "finished" else f"failed ({ended.error})"
-        raise Refused(f"{run.job} has {how} already: there is nothing to cancel")
+        raise Refused(f"{run.job} has already {how}: it cannot be cancelled")
     _print_outcome(ended, as_json)
     return 0
 

@@ -60,7 +60,7 @@ def evaluate_model(
         config, base = found.config, found.base
         if not can_evaluate(config):
             raise ConfigError(
-                f"{job} has no data to evaluate on",
+                f"{job} has no evaluation data",
                 fix="Set dataset.held_out or [[evaluation.datasets]], and a reward",
             )
         mesh_checks.check_job_and_mesh(found)
@@ -102,7 +102,9 @@ def _resolve_model(model: Path, step: int | None, best: bool) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as made:
             out = Path(made) / "model"
             if model_export.export_model(model, step, best, out, quiet=True) != 0:
-                raise NotFound(f"{model} has no such version", fix="See the line above")
+                raise NotFound(
+                    f"{model} has no such version", fix="Check the error in the line above"
+                )
             yield out
     elif step is not None or best:
         raise ConfigError(f"--step and --best choose a version of a run; {model} is not a run")

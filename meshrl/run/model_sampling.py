@@ -53,7 +53,7 @@ def sample_model(
     run = resolve_run(target, None)
     lines = list(encode_requests(sys.stdin if prompt == STDIN_ARGUMENT else [prompt]))
     if not lines:
-        raise ConfigError("there is no prompt", fix="Give one, or lines on standard input")
+        raise ConfigError("the prompt is missing", fix="Pass a prompt, or lines on standard input")
     options = {"--n": n, "--max-tokens": max_tokens}
     return _run_sampler(run, SAMPLE_MODULE, choice, options, "".join(lines))
 
@@ -105,7 +105,7 @@ def find_model(run: RunLocation, step: int | None, best: bool, scratch: Path) ->
     if not last:
         raise NotFound(why)
     raise NotFound(
-        f"there is no model of {run.display_path} yet: {why.partition('. ')[0]}",
+        f"{run.display_path} has no model yet: {why.partition('. ')[0]}",
         fix="Wait for the end of the warm start; `meshrl status` shows its progress",
     )
 

@@ -75,7 +75,7 @@ class RunOutcome:
             if (Path(self.run) / "model/config.json").is_file():
                 said.append(f"The model is in {self.run}/model, the report {self.run}/report.html")
         elif self.state == RUNNING_STATE:
-            said = [f"{self.job} runs: {self.phase.replace('_', ' ')}, {at}{so_far}"]
+            said = [f"{self.job} is running: {self.phase.replace('_', ' ')}, {at}{so_far}"]
         elif self.state == "failed":
             said = [f"{self.job} failed {at}{so_far}: {self.error}"]
             said.append(f"To resume after a fix: {self.resume_command}")

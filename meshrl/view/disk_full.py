@@ -35,8 +35,8 @@ def find_full_disk(paths: Iterable[Path]) -> str:
 def describe_full_disk(path: Path, free_bytes: int = 0) -> str:
     """Return the message for a disk on which a write has failed."""
     return (
-        f"the disk of {path} is full ({free_bytes // 1024} KiB are free). "
-        "Make room there: everything waits, and goes on by itself."
+        f"the disk of {path} is full ({free_bytes // 1024} KiB are free). Free disk space "
+        "there: all processes wait, and continue on their own."
     )
 
 

@@ -41,4 +41,4 @@ class WarningGuard:
             text = f"warning: {description} failed: {type(error).__name__}: {error} ({at})"
             if text not in self._printed:
                 self._printed.add(text)
-                self._on_warning(f"{text}; the run goes on without it")
+                self._on_warning(f"{text}; the run continues without it")

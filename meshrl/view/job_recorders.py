@@ -31,7 +31,7 @@ async def record_all(mesh: RunningMesh, stop: asyncio.Event) -> None:
     looks = SharedSnapshot(mesh)
     while not stop.is_set():
         try:
-            async with mesh.clock.timeout(POLL_TIMEOUT_S, "a look at the jobs"):
+            async with mesh.clock.timeout(POLL_TIMEOUT_S, "reading the jobs"):
                 known = await looks.read_live_jobs()
         except (StateUnavailable, DeadlineExceeded):
             known = []
@@ -58,7 +58,7 @@ async def record_job(
     retry.
     """
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         print(f"{job}: {text}", file=sys.stderr, flush=True)
 
     said = ""
@@ -67,7 +67,7 @@ async def record_job(
         try:
             await _repair_job_file(mesh, run_dir)
             recorder = Recorder(mesh, job, run_dir, shared_snapshot)
-            async with contextlib.aclosing(report.LivePage(recorder, say)) as page:
+            async with contextlib.aclosing(report.LivePage(recorder, print_line)) as page:
                 while not stop.is_set():
                     shot = await recorder.poll()
                     said = ""
@@ -79,21 +79,21 @@ async def record_job(
             await recorder.close(given_up)
             summary = await report.write_results(recorder, given_up)
             if bad := format_violations(summary):
-                say(describe_wrong_account(run_dir, bad))
+                print_line(describe_wrong_account(run_dir, bad))
             if missing := await recorder.finish_copy(stop):
-                say(missing)
+                print_line(missing)
             return
         except (OSError, MeshError) as error:
             if str(error) != said:
                 said = str(error)
                 print(f"{job} is not recorded: {said}", file=sys.stderr, flush=True)
                 with contextlib.suppress(StateUnavailable, DeadlineExceeded):
-                    async with mesh.clock.timeout(POLL_TIMEOUT_S, "a note in the event stream"):
+                    async with mesh.clock.timeout(POLL_TIMEOUT_S, "appending to the event stream"):
                         await events.append(mesh.state, "unrecorded", {"job": job, "why": said})
             if recorder is not None:
                 await recorder.abandon()
         with contextlib.suppress(DeadlineExceeded):
-            async with mesh.clock.timeout(RETRY_S, "the next try"):
+            async with mesh.clock.timeout(RETRY_S, "waiting to retry"):
                 await stop.wait()
                 return
 
@@ -103,7 +103,7 @@ async def _repair_job_file(mesh: RunningMesh, run_dir: Path) -> None:
     try:
         job_file.read_job_file(run_dir / job_file.JOB_FILE_NAME)
     except CorruptData as error:
-        async with mesh.clock.timeout(POLL_TIMEOUT_S, "a look at the job"):
+        async with mesh.clock.timeout(POLL_TIMEOUT_S, "reading the job"):
             about = {"mesh": str(mesh.mesh_paths.root)}
             told = await job_file.restore_job_file(mesh.state, run_dir, about, error.message)
             if told is not None:

@@ -42,10 +42,9 @@ async def create_engine(mesh: Mesh, data: JobData, placement: Placement) -> Toke
         return await _create_sglang_engine(mesh, data, placement.instance, degree)
     if placement.ranks > 1 and not pace:
         raise ConfigError(
-            f"the built-in engine computes on one worker, and {placement.instance} has "
-            f"{placement.ranks}",
+            f"the built-in engine uses one worker, and {placement.instance} has {placement.ranks}",
             where="rollout.tensor_parallel",
-            fix='set it to [1], or rollout.engine = "sglang"',
+            fix='Set it to [1], or set rollout.engine = "sglang"',
         )
     return await mesh.host.run_blocking(_create_builtin_engine, data, deadline_s=BUILD_TIMEOUT_S)
 

@@ -286,7 +286,7 @@ class EngineService(Actor):
 
     def _check_not_draining(self) -> None:
         if self.draining:
-            raise Refused("the engine is draining", where=self.mesh.name, fix="ask another one")
+            raise Refused("the engine is draining", where=self.mesh.name, fix="Call another engine")
 
     def _reject(self, ids: list[int], error: Refused) -> None:
         """End requests that the engine cannot serve as aborted, and log the reason."""
@@ -309,7 +309,9 @@ class EngineService(Actor):
         """
         if self.time_slices is not None and enabled != self.time_slices.is_enabled:
             await self.time_slices.set_enabled(enabled)
-            await self.commands.run_between_steps(lambda: None, "the engine to take turns")
+            await self.commands.run_between_steps(
+                lambda: None, "the engine's switch of time slicing"
+            )
 
     @call(Engine.set_tier)
     async def set_tier(self, desired: SetTier) -> TierUsage:
@@ -355,14 +357,14 @@ class EngineService(Actor):
         self.draining = True
         ids = self.shard_streams.open_requests
         self.commands.enqueue(lambda: self.engine.abort(ids))
-        async with self.mesh.clock.timeout(DRAIN_TIMEOUT_S, "the last tokens to leave"):
+        async with self.mesh.clock.timeout(DRAIN_TIMEOUT_S, "sending the last tokens"):
             while self.shard_streams.open_requests:
                 await self.mesh.clock.sleep(DRAIN_POLL_S)
         self.shard_streams.close()
         if (kv := self.host_cache) is not None:  # offload caches for the host's other engines
             with suppress(MeshError):
                 await self.commands.run_between_steps(
-                    kv.offload_all, "caches to be kept", OFFLOAD_TIMEOUT_S / 2, needs_slice=True
+                    kv.offload_all, "offloading caches", OFFLOAD_TIMEOUT_S / 2, needs_slice=True
                 )
                 flush = partial(kv.writer.flush, OFFLOAD_TIMEOUT_S / 2)
                 await self.mesh.host.run_blocking(flush, deadline_s=OFFLOAD_TIMEOUT_S)

@@ -54,21 +54,27 @@ async def serve(mesh: Mesh, args: argparse.Namespace) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
-    found.add_argument("--workers", type=int, default=0, help="slots; 0 with cuda: one a GPU")
+    found.add_argument(
+        "--workers", type=int, default=0, help="number of workers; 0 with cuda: one per GPU"
+    )
     found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    found.add_argument("--worker-prefix", default="w", help="unique to this host in the mesh")
+    found.add_argument(
+        "--worker-prefix",
+        default="w",
+        help="prefix of worker names, unique to this host in the mesh",
+    )
     found.add_argument(
         "--services",
         type=parse_services,
         default=ALL_SERVICES,
-        help="that may be placed here, or none",
+        help="services that may be placed on this host, or none",
     )
     found.add_argument(
         "--stand-for",
         type=lambda text: [kind for kind in text.split(",") if kind],
         default=os.environ.get("MESHRL_STAND_FOR", ""),
         metavar="KIND,...",
-        help="accelerators that the first CPU slots stand for, at the pace that a job declares; "
+        help="accelerators that the first CPU slots emulate, at the speed that a job declares; "
         "also in $MESHRL_STAND_FOR",
     )
     add_market_option(found)
@@ -78,14 +84,15 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=os.environ.get("MESHRL_ROLE_COMMANDS", "").splitlines(),
         metavar="ROLE=COMMAND",
-        help="what workers start for a role, in place of ours; gets the options of "
-        "common/state/pool/workers/placement.py; also a line each in $MESHRL_ROLE_COMMANDS",
+        help="command that workers start for a role, in place of the built-in one; it gets the "
+        "options of common/state/pool/workers/placement.py; also in $MESHRL_ROLE_COMMANDS, one "
+        "a line",
     )
     found.add_argument(
         "--orphan-s",
         type=float,
         default=ORPHAN_TIMEOUT_S,
-        help="workers without an agent end after",
+        help="seconds after which workers without an agent exit",
     )
     return found
 

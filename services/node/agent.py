@@ -72,7 +72,7 @@ class HostLogFiles:
             NotFound: There is no such file.
         """
         if name not in (file.name for file in self.list_files()):
-            raise NotFound(f"there is no log {name!r:.200} here")
+            raise NotFound(f"this host has no log {name!r:.200}")
         with (self._directory / (name + LOG_SUFFIX)).open("rb") as file:
             size = file.seek(0, 2)
             start = max(0, size + offset) if offset < 0 else min(offset, size)
@@ -131,7 +131,9 @@ class HeadLatencySampler:
     async def run(self) -> None:
         while True:
             try:
-                async with self._mesh.clock.timeout(LATENCY_TIMEOUT_S, "a look at the distance"):
+                async with self._mesh.clock.timeout(
+                    LATENCY_TIMEOUT_S, "measuring the latency to the head"
+                ):
                     trip_ms, ahead_ms = min([await self._measure() for _ in range(LATENCY_SAMPLES)])
                 self.stats = HeadLatencyStats(round(trip_ms, 2), round(ahead_ms, 1))
             except (StateUnavailable, DeadlineExceeded):
@@ -336,7 +338,7 @@ class NodeAgent(Actor, SupervisorHooks):
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
         await self._append_event("worker_gave_up", {"name": spec.name, "why": why})
-        self._mesh.telemetry.log.error("worker does not stay up", name=spec.name, why=why)
+        self._mesh.telemetry.log.error("worker exits repeatedly", name=spec.name, why=why)
         self._spawn_task(self._retry_start(spec))
 
     async def _retry_start(self, spec: ChildSpec) -> None:
@@ -348,5 +350,5 @@ class NodeAgent(Actor, SupervisorHooks):
                 await self._supervisor.add(spec)
                 return
             except OSError as error:
-                why = f"it cannot be started: {error}"
+                why = f"the process cannot be started: {error}"
                 await self._append_event("worker_gave_up", {"name": spec.name, "why": why})

@@ -127,7 +127,7 @@ class SandboxCode:
 
     async def _fetch_with_retry(self, name: str) -> None:
         mesh = self._mesh
-        with mesh.wait(f"to bring the code of {name} to this host", on=STORE_NAME):
+        with mesh.wait(f"the code of {name} on this host", on=STORE_NAME):
             while True:
                 try:
                     await self._fetch(name)
@@ -270,7 +270,7 @@ class JobServices(SupervisorHooks):
             except OSError as error:  # no process, memory or log available now
                 self._not_before[name] = self._mesh.clock.monotonic() + TRY_AGAIN_S
                 end = ChildExit(
-                    START_FAILED_STATUS, "it cannot be started", Failure.from_error(error)
+                    START_FAILED_STATUS, "the process cannot be started", Failure.from_error(error)
                 )
                 await self._report_exit(name, end)
 
@@ -345,6 +345,8 @@ class JobServices(SupervisorHooks):
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
         """Retry after the restart budget: each exit is charged to the job, which fails by them."""
         again_s = RESTART_AFTER_SUCCESS_S if spec.name in self._succeeded else TRY_AGAIN_S
-        self._mesh.telemetry.log.info("a service is not up", name=spec.name, why=why, for_s=again_s)
+        self._mesh.telemetry.log.info(
+            "a service does not run", name=spec.name, why=why, for_s=again_s
+        )
         self._not_before[spec.name] = self._mesh.clock.monotonic() + again_s
         self._begin_stop(spec.name)

@@ -81,7 +81,7 @@ class PidFile:
         """
         mesh = self._mesh
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
-            async with mesh.clock.timeout(LOOKUP_TIMEOUT_S, "a look for a process"):
+            async with mesh.clock.timeout(LOOKUP_TIMEOUT_S, "looking up a process"):
                 entry = await registry.lookup(mesh.state, name)
             if entry is not None and (child := self._adopt_entry(entry)) is not None:
                 child.kill()

@@ -129,7 +129,8 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
         """Report that an instance has no process, because another one has its name."""
         resident = desired.instance
         why = (
-            f"{resident.id} has no process here: {desired.name} is that of {holder}, on this worker"
+            f"{resident.id} cannot start here: {desired.name} already belongs to {holder} on "
+            "this worker"
         )
         report = InstanceReport(
             rank=desired.rank,
@@ -138,7 +139,7 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
             token=self._mesh.token,
             phase=InstancePhase.FAILED,
             tier=Tier.ABSENT,
-            detail=f"{why}; remove either",
+            detail=f"{why}; remove one of them",
         )
         if report == desired.last_report:
             return
@@ -220,7 +221,7 @@ async def _serve_with_segments(
 
 def build_parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
-    found.add_argument("--worker", required=True, help="its id")
+    found.add_argument("--worker", required=True, help="worker id")
     found.add_argument("--accelerator", default="cpu:0")
     found.add_argument("--gpu", default="", help="UUID of the GPU or MIG instance")
     add_market_option(found)
@@ -237,7 +238,7 @@ def add_market_option(options: argparse.ArgumentParser) -> None:
 def add_budget_options(options: argparse.ArgumentParser) -> None:
     for what in ("accelerator", "memory", "disk"):
         options.add_argument(
-            f"--{what}-bytes", type=int, default=0, help="that residents may take; 0: all there is"
+            f"--{what}-bytes", type=int, default=0, help="bytes that instances may use; 0: all"
         )
 
 

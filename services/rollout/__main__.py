@@ -32,8 +32,8 @@ async def serve(mesh: Mesh, orphan_s: float = 0.0) -> None:
 
 def create_parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
-    found.add_argument("--job", required=True, help="the one job that it serves")
-    found.add_argument("--shard", type=int, default=0, help="its number among those of the job")
+    found.add_argument("--job", required=True, help="job that the shard serves")
+    found.add_argument("--shard", type=int, default=0, help="index of the shard in its job")
     found.add_argument("--orphan-s", type=float, default=0.0, help=ORPHAN_OPTION_HELP)
     return found
 

@@ -114,7 +114,7 @@ class EvaluationRun:
         if drawn.is_comparable:
             return figure
         self._shard.mesh.telemetry.log.warning(
-            "not compared with the best version: too many samples have no say",
+            "not compared with the best version: too many samples are invalid",
             figure=best,
             tag=self._plan.tag,
             samples=len(drawn.lengths),

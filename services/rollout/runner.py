@@ -40,7 +40,7 @@ from meshrl.services.rollout.trajectories.turn_player import TurnPlayer
 from meshrl.services.rollout.work_counters import IN_FLIGHT, ShardWorkCounters, TrajectoryTracer
 
 FIRST_EVALUATION_GROUP = 1 << 40  # evaluation groups are numbered from here, and are not recorded
-TOO_LONG_FIX = "leave out what is longer than rollout.max_tokens = {}, or raise it"
+TOO_LONG_FIX = "Remove rows longer than rollout.max_tokens = {}, or raise it"
 SUPERVISED_REWARD = 1.0  # reward of every sft answer
 
 
@@ -211,15 +211,15 @@ class TrajectoryRunner:
             found = score
         else:
             raise TrajectoryFailed(
-                f"the environment has no score for the trajectory, which ended by {reason}",
+                f"the environment returned no reward for the trajectory, which ended by {reason}",
                 kind=f"ungradable, ended by {reason}",
-                fix="set reward.use, or return {'done': True, 'reward': x}, and from cut(text)",
+                fix="Set reward.use, or return {'done': True, 'reward': x}, also from cut(text)",
             )
         if not math.isfinite(found):
             raise TrajectoryFailed(
-                f"the reward is {found}, which is no finite number",
+                f"the reward is {found}, not a finite number",
                 kind="reward is not finite",
-                fix="see what the reward, its weights or the environment return",
+                fix="Check the values that the reward, its weights and the environment return",
             )
         return found
 
@@ -318,7 +318,7 @@ async def fill_supervised(
     try:
         prompt, answer = await environment_pool.encode_answer(trajectory.id, row, row.get(response))
         if not answer:
-            raise ToolFailed("the answer has no token")
+            raise ToolFailed("the answer has no tokens")
         if len(prompt) + len(answer) > max_tokens:
             raise ToolFailed(
                 f"prompt and answer have {len(prompt) + len(answer)} tokens",

@@ -140,7 +140,7 @@ class SampleWriter:
             self._is_disk_full, self._line_number = False, self._line_number + 1
         except StorageFull as error:
             if not self._is_disk_full:
-                self._mesh.telemetry.log.warning("a sample is not kept", error=str(error))
+                self._mesh.telemetry.log.warning("a sample is not saved", error=str(error))
             self._is_disk_full = True
 
     async def close(self) -> None:

@@ -76,7 +76,7 @@ class RolloutShard(Actor):
                 await enter_phase(self.mesh, self.job, Phase.FAILED, str(Failure.from_error(error)))
         except Exception as error:
             traceback.print_exc()
-            told = f"{self.mesh.name} cannot go on: {error!r}"
+            told = f"{self.mesh.name} cannot continue: {error!r}"
             self.mesh.host.exit(EXIT_UNEXPECTED, told, error, self.job)
 
     async def _wait_for_start(self) -> jobs.JobRow | None:
@@ -98,7 +98,7 @@ class RolloutShard(Actor):
         """Wait until the phase has changed here, at most POLL_S seconds."""
         self._phase_changed.clear()
         try:
-            async with self.mesh.clock.timeout(POLL_S, "a change of phase"):
+            async with self.mesh.clock.timeout(POLL_S, "waiting for a change of phase"):
                 await self._phase_changed.wait()
         except MeshError:
             return

@@ -273,7 +273,7 @@ class ShardJob:
             if self._consecutive_drops >= algorithm.groups_per_step * (algorithm.max_staleness + 1):
                 errors = [t.outcome.error for t in members if t.outcome and t.outcome.error]
                 failed = f"all of the last {self._consecutive_drops} groups failed"
-                await self._fail_job(f"{failed}; the last one: {errors[-1]}")
+                await self._fail_job(f"{failed}; last error: {errors[-1]}")
         self.groups_finished += 1
         await self.runner.ledger.write_records((RecordKind.CLOSE, [group, fate]))
         await retry(self.mesh.clock, lambda: self.runner.ledger.forget_group(group))

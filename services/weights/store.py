@@ -224,7 +224,7 @@ class WeightStore(DeltaActor):
         return await self._verify_chunk(chunks, request.digest, request.kind, request.job)
 
     async def _verify_chunk(self, chunks: ChunkStore, digest: str, kind: str, job: str) -> bool:
-        def look() -> bool:
+        def verify_and_report() -> bool:
             whole, aside = chunks.verify_or_quarantine(digest)
             if aside is not None:
                 path, then = chunks.chunk_path(digest), RECOVERY_BY_KIND[kind]
@@ -235,7 +235,7 @@ class WeightStore(DeltaActor):
                 )
             return whole
 
-        whole = await self.mesh.host.run_blocking(look, deadline_s=IO_TIMEOUT_S)
+        whole = await self.mesh.host.run_blocking(verify_and_report, deadline_s=IO_TIMEOUT_S)
         await self._pending_events.publish_all()
         return whole
 
@@ -337,7 +337,7 @@ class WeightStore(DeltaActor):
         """
         row = await jobs.read_job(self.mesh.state, request.job)
 
-        def tell(path: Path, aside: Path) -> None:
+        def report_missing(path: Path, aside: Path) -> None:
             then = "what is left of it is set aside; the other kept ones are there"
             why = "it is missing"
             self._pending_events.add(
@@ -348,7 +348,10 @@ class WeightStore(DeltaActor):
 
         directory = Path(row.run_dir) / "checkpoints"
         await self._run_on_run_host(
-            run_host_files.remove_unfinished_checkpoints, directory, request.committed, tell
+            run_host_files.remove_unfinished_checkpoints,
+            directory,
+            request.committed,
+            report_missing,
         )
         await self._pending_events.publish_all()
 

@@ -121,7 +121,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN")
     parser.add_argument("--what-if", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="writes plots there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for plots")
     a = parser.parse_args(words)
     if not a.scenario and a.run is None:
         for path in sorted(SCENARIOS.glob("*.toml")):
@@ -138,11 +138,13 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
         path = SCENARIOS / f"{args.scenario}.toml"
     try:
         if args.run is not None and args.scenario:
-            raise ConfigError("a scenario and a run are two", fix="Name SCENARIO, or --from RUN")
+            raise ConfigError(
+                "SCENARIO and --from RUN exclude each other", fix="Pass SCENARIO or --from RUN"
+            )
         if args.run is None and path.parent == SCENARIOS and not path.exists():
             here = ", ".join(sorted(one.stem for one in SCENARIOS.glob("*.toml")))
             raise NotFound(
-                f"there is no scenario {args.scenario}", fix=f"Here are {here}; or a file"
+                f"the scenario {args.scenario} does not exist", fix=f"Pass a file, or one of {here}"
             )
         if args.run is not None:
             measured = read_run(args.run)
@@ -165,7 +167,7 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
                 if not job.training.is_finished:
                     spec, until_s = job.spec, one.cluster.event_queue.now_s
                     why = one.cluster.get_block_reason(spec.name) or f"until_s is {until_s:.0f}"
-                    made = f"{spec.name} made {job.training.version} of {spec.steps} steps"
+                    made = f"{spec.name} completed {job.training.version} of {spec.steps} steps"
                     print(f"{name}: {made}: {why}", file=sys.stderr)
         scenario = next(iter(next(iter(arms.values())).scenarios.values()))
         for source in scenario.sources:
@@ -185,8 +187,8 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
     if measured is not None:
         (first,) = next(iter(figures.values())).values()
         off = first.step_s / measured.step_s - 1
-        about = f"the run itself: {measured.step_s:.4g} s/step"
-        print(f"{about}; the simulation of it is off by {off:+.1%}")
+        about = f"measured run: {measured.step_s:.4g} s/step"
+        print(f"{about}; error of its simulation: {off:+.1%}")
         held = {"run_step_s": round(measured.step_s, 4), "run_error": round(off, 4)}
     ratios = {name: one.arm.ratio for name, one in ran.items()}
     cpu = {f"{name.replace(' ', '_')}_cpu_s": round(one.cpu_s, 2) for name, one in ran.items()}

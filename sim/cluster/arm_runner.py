@@ -68,11 +68,15 @@ def _compute_step_s(cluster: SimCluster) -> float:
 
 def _read_step_ends(arm: str, cluster: SimCluster) -> list[float]:
     if len(cluster.jobs) != 1:
-        raise ConfigError(f"arm {arm} has stretches, and several jobs", fix="Give it one job")
+        raise ConfigError(
+            f"arm {arm} has stretches, which allow only one job", fix="Define one job"
+        )
     (job,) = cluster.jobs.values()
     if not job.training.is_finished:
-        why = cluster.get_block_reason(job.spec.name) or f"it made {job.training.version} steps"
-        raise ConfigError(f"arm {arm} did not end: {why}", fix="Raise until_s")
+        why = cluster.get_block_reason(job.spec.name) or (
+            f"it completed {job.training.version} steps"
+        )
+        raise ConfigError(f"arm {arm} did not finish: {why}", fix="Raise until_s")
     return [job.training_started_s or 0.0, *job.training.step_ends_s]
 
 

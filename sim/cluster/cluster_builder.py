@@ -50,20 +50,26 @@ def build_cluster(scenario: Scenario, base: Path) -> SimCluster:
     """Build the cluster; relative paths start at `base`."""
     hosts = [one for one in scenario.hosts if one.count]
     if not hosts:
-        raise ConfigError("the scenario has no hosts", fix="Give one of [[hosts]] a count")
+        raise ConfigError("the scenario has no hosts", fix="Set the count of one of [[hosts]]")
     if len(scenario.jobs) > 1 and any(one.colocated for one in scenario.jobs):
-        raise ConfigError("a colocated job has all accelerators", fix="Give it no other job")
+        raise ConfigError(
+            "a colocated job uses all accelerators and allows no other job",
+            fix="Remove the other jobs",
+        )
     jobs = [_build_job(one, scenario.seed + n, hosts, base) for n, one in enumerate(scenario.jobs)]
     if scenario.jobs[0].colocated:
         if scenario.failures:
-            raise ConfigError("a colocated job has no failures", fix="Leave [[failures]] out")
+            raise ConfigError(
+                "a colocated job does not support failures", fix="Remove [[failures]]"
+            )
         now = scenario.switches
         jobs = [replace(jobs[0], max_staleness=0, switch_s=now.training_s, pull_s=now.rollout_s)]
     count = sum(one.count for one in hosts)
     for one in scenario.failures:
         if one.host >= count:
             raise ConfigError(
-                f"host {one.host} fails, and there are {count}", where="[[failures]] host"
+                f"host {one.host} does not exist: the scenario has {count} hosts",
+                where="[[failures]] host",
             )
     return SimCluster(hosts, jobs, scenario.switches, scenario.pool, scenario.failures)
 
@@ -79,12 +85,12 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
         trains: TrainingSpeed = _build_training(job, kind)
     elif shape is None:
         if job.plan:
-            raise ConfigError(f"job {job.name} has no model to plan for", where="plan")
+            raise ConfigError(f"job {job.name} has a plan, but no model", where="plan")
         if not (job.emulate and job.emulate_training):
             raise ConfigError(
-                f"job {job.name} has neither a model nor a pace of engines and of training",
+                f"job {job.name} has neither a model nor emulated speeds of engines and training",
                 where="[[jobs]]",
-                fix="Write [jobs.model], or emulate and emulate_training",
+                fix="Set [jobs.model], or emulate and emulate_training",
             )
         trains = EmulatedTraining(
             parse_training_speed(job.emulate_training), job.bin_tokens or UNBOUNDED_BIN_TOKENS
@@ -119,7 +125,7 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
             raise ConfigError(
                 f"job {job.name} does not fit on {degree} {kind}",
                 where="degrees",
-                fix="Let engines have more accelerators: degrees = [2, 4]",
+                fix="Allow engines of more accelerators: degrees = [2, 4]",
             )
         return ModelSpeed(gang)
 
@@ -159,7 +165,7 @@ def _weights_arrival(job: JobTable, shape: ModelShape | None) -> Callable[[str, 
     accelerators receives its shard over its share of its host's network.
     """
     if job.links and shape is None:
-        raise ConfigError(f"job {job.name} has links, and no model", where="links")
+        raise ConfigError(f"job {job.name} has links, but no model", where="links")
 
     def arrives_s(kind: str, degree: int) -> float:
         if not job.links or shape is None:
@@ -178,9 +184,9 @@ def _build_shape(model: ModelTable, job: str) -> ModelShape | None:
     sizes = (model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim)
     if not all(sizes):
         raise ConfigError(
-            f"the model of job {job} has no whole shape",
+            f"the shape of job {job}'s model is incomplete",
             where="[jobs.model]",
-            fix="Write layers, hidden, heads, kv_heads and head_dim, as its config.json has them",
+            fix="Set layers, hidden, heads, kv_heads and head_dim, as in its config.json",
         )
     active = model.active or model.parameters
     return ModelShape(*sizes, model.parameters, active, model.experts, model.experts_per_token)
@@ -189,7 +195,7 @@ def _build_shape(model: ModelTable, job: str) -> ModelShape | None:
 def _get_accelerator(kind: str) -> Accelerator:
     if kind not in load_accelerators():
         raise ConfigError(
-            f"there is no profile of accelerators {kind!r}",
+            f"accelerator kind {kind!r} has no profile",
             where="[[hosts]] kind",
             fix=", ".join(load_accelerators()),
         )
@@ -221,9 +227,9 @@ def _build_training(job: JobTable, kind: str) -> TrainingSpeed:
     of = job.measured
     if not of.train_tokens_per_s:
         raise ConfigError(
-            f"job {job.name} has no rate of its training",
+            f"job {job.name} has no training rate",
             where="[jobs.measured]",
-            fix="Write train_tokens_per_s",
+            fix="Set train_tokens_per_s",
         )
     reads, busy = _compute_speed_ratios(of.kind, kind, job.name)
     pace = EmulatedTrainingSpeed(of.train_tokens_per_s * busy, of.update_s / reads)
@@ -236,10 +242,10 @@ def _compute_speed_ratios(measured: str, kind: str, job: str) -> tuple[float, fl
         return 1.0, 1.0
     if measured not in load_accelerators():
         raise ConfigError(
-            f"job {job} was measured on {measured}, of which there is no profile: what it takes on "
-            f"{kind} is not known",
+            f"job {job} was measured on {measured}, which has no profile: its times on {kind} "
+            "are unknown",
             where="jobs.measured.kind",
-            fix="Name what it ran on: --set jobs.measured.kind=H100",
+            fix="Set the accelerator kind that it ran on: --set jobs.measured.kind=H100",
         )
     there, here = _get_accelerator(measured), _get_accelerator(kind)
     return (
@@ -257,10 +263,10 @@ def _build_query(
     ranks = total if job.colocated else job.ranks
     if ranks % stages:
         raise ConfigError(
-            f"the core of job {job.name} has {ranks} ranks, which {job.tensor} x "
-            f"{job.pipeline} do not divide",
+            f"the core of job {job.name} has {ranks} ranks, not a multiple of {job.tensor} x "
+            f"{job.pipeline}",
             where="ranks",
-            fix=f"Give it a multiple of {stages}",
+            fix=f"Set a multiple of {stages}",
         )
     trainable = TrainingCapabilities(
         (job.tensor,), (job.pipeline,), sharded=stages == 1, min_workers=1
@@ -311,7 +317,7 @@ def _read_trace(path: Path) -> list[TrajectoryScript]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the trace cannot be read: {error}", where=str(path)) from error
+        raise ConfigError(f"reading the trace failed: {error}", where=str(path)) from error
     found = []
     for number, line in enumerate(lines, 1):
         try:
@@ -319,11 +325,11 @@ def _read_trace(path: Path) -> list[TrajectoryScript]:
             turns = [_parse_turn(one) for one in row["turns"]]
             prompt = float(row.get("prompt", 0.0))
             if not turns or not 0 <= prompt < math.inf:
-                raise ValueError(f"{len(turns)} turns behind a prompt of {prompt} tokens")
+                raise ValueError(f"{len(turns)} turns after a prompt of {prompt} tokens")
             found.append(TrajectoryScript(prompt, turns))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{path}, line {number}: no trajectory: {error}",
+                f"{path}, line {number}: not a trajectory: {error}",
                 fix='Write {"prompt": 512, "turns": [{"tokens": 200, "tool_s": 1.5}]}',
             ) from error
     if not found:
@@ -334,7 +340,7 @@ def _read_trace(path: Path) -> list[TrajectoryScript]:
 def _parse_turn(row: dict[str, Any]) -> SimTurn:
     tokens, tool_s = float(row["tokens"]), float(row.get("tool_s", 0.0))
     if not (0 < tokens < math.inf and 0 <= tool_s < math.inf):
-        raise ValueError(f"{tokens} tokens and {tool_s} s are no turn")
+        raise ValueError(f"{tokens} tokens and {tool_s} s are not a valid turn")
     named = ("tool", "size", "status")
     state = tuple(str(row[name]) for name in named) if all(n in row for n in named) else None
     returned = (state[0], state[1], state[2]) if state else None

@@ -65,7 +65,7 @@ def search_layout(query: LayoutQuery, uniform: bool) -> SimLayout:
         raise ConfigError(
             f"no layout of job {query.name} fits on these hosts",
             where="plan",
-            fix="Add hosts, or let engines have more accelerators: degrees = [2, 4]",
+            fix="Add hosts, or allow engines of more accelerators: degrees = [2, 4]",
         )
     plan, degrees = min(found, key=lambda one: one[0].iteration_s)
     return SimLayout(plan.training_option.layout, _fill_idle_workers(query.nodes, plan, degrees))
@@ -77,10 +77,10 @@ def search_training_layout(query: LayoutQuery) -> TrainingLayout:
     ways = _list_candidates(query, _sample_length_groups(query))
     if not ways:
         raise ConfigError(
-            f"the core of job {query.name}, {least} {kind}, has no room for its states and a "
+            f"the core of job {query.name}, {least} {kind}, lacks memory for its states and a "
             "trajectory's activations",
             where="ranks",
-            fix="Give it more ranks, or split it: tensor, pipeline",
+            fix="Add ranks, or split the model: tensor, pipeline",
         )
     return min(ways, key=lambda way: way.train_s).layout
 

@@ -210,9 +210,9 @@ class SimulatedEngine(WithoutCacheTransfer):
             check_request(request, self.vocab_size, self._adapter_versions)
             if request.stop_strings:
                 raise Refused(
-                    f"request {request.id} has stop texts, and this engine has no tokenizer",
+                    f"request {request.id} has stop texts, but this engine has no tokenizer",
                     where="engine",
-                    fix="stop at token ids",
+                    fix="Use stop token ids",
                 )
         self._advance()
         known = self._slots.slot_of.keys() | {request.id for request in self._queue}

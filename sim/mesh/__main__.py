@@ -24,14 +24,21 @@ def build_parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--faults", default="all", help=f"all, none, or some of {','.join(FAULT_KINDS)}"
     )
-    found.add_argument("--hours", type=float, default=1 / 6, help="of virtual time with faults")
-    found.add_argument("--pace", type=float, default=1.0, help="more than 1: rarer faults")
+    found.add_argument(
+        "--hours", type=float, default=1 / 6, help="hours of virtual time with faults"
+    )
+    found.add_argument(
+        "--pace",
+        type=float,
+        default=1.0,
+        help="factor on the time between faults; above 1: rarer faults",
+    )
     found.add_argument("--budget", type=int, default=0, help="steps; 0: as many as fit")
     found.add_argument("--workers", type=int, default=2)
     found.add_argument("--shards", type=int, default=1)
     found.add_argument("--mesh-jobs", type=int, default=1, help="jobs of the mesh")
     found.add_argument("--ranks", type=int, default=1)
-    found.add_argument("--log", type=Path, help="writes all that happens to this file")
+    found.add_argument("--log", type=Path, help="file for the log of all events")
     return found
 
 
@@ -86,7 +93,7 @@ def print_failures(outcomes: list[MeshOutcome]) -> int:
     failed = [outcome for outcome in outcomes if outcome.violations]
     for outcome in failed:
         print(
-            f"again: {outcome.plan.replay_command} --log seed-{outcome.plan.seed}.log",
+            f"replay: {outcome.plan.replay_command} --log seed-{outcome.plan.seed}.log",
             file=sys.stderr,
         )
         for violation in outcome.violations[:10]:

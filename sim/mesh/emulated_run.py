@@ -66,13 +66,13 @@ async def _run_scenario(
     await world.clock.sleep(RECORD_DELAY_S)
     await world.stop()
     if world.phase != "finished":
-        result.failures.append(f"the job is {world.phase}")
+        result.failures.append(f"the job ended in phase {world.phase}")
     result.failures += world.machine.failures
     _read_events(
         result, [parse_event(row) for row in json_lines.read_lines(root / EVENTS_FILE).rows]
     )
     if len(result.steps_s) != workload.steps - 1:
-        result.failures.append(f"{len(result.steps_s) + 1} steps of {workload.steps} are recorded")
+        result.failures.append(f"{len(result.steps_s) + 1} of {workload.steps} steps are recorded")
 
 
 def compute_rl_s(events: Sequence[Event]) -> float:

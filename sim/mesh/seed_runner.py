@@ -236,16 +236,21 @@ async def _wait_until_over(mesh: VirtualMesh, until_s: float) -> bool:
 async def _stop_mesh(mesh: VirtualMesh) -> list[str]:
     """Stop the mesh; return the names of leftovers."""
     try:
-        async with mesh.clock.timeout(180.0, "the end of the mesh"):
+        async with mesh.clock.timeout(180.0, "stopping the mesh"):
             await mesh.stop()
     except DeadlineExceeded as error:
-        return [str(error), *(f"{process.label} runs" for process in mesh.machine.live_processes)]
-    left = [f"{process.label} runs" for process in mesh.machine.live_processes]
-    left += [f"{address} is on the network" for address in mesh.network.addresses]
-    left += [f"{path} is open" for path in mesh.machine.list_unclosed_files()]
+        return [
+            str(error),
+            *(f"{process.label} is still running" for process in mesh.machine.live_processes),
+        ]
+    left = [f"{process.label} is still running" for process in mesh.machine.live_processes]
+    left += [f"{address} is still on the network" for address in mesh.network.addresses]
+    left += [f"{path} is still open" for path in mesh.machine.list_unclosed_files()]
     dead = {*mesh.machine.dead_tasks, asyncio.current_task()}
     tasks = [task for task in asyncio.all_tasks() if task not in dead]
-    return left + [f"task {task.get_name()} runs: {describe_coroutine(task)}" for task in tasks]
+    return left + [
+        f"task {task.get_name()} is still running: {describe_coroutine(task)}" for task in tasks
+    ]
 
 
 def _record_unhandled(mesh: VirtualMesh, context: dict[str, Any]) -> None:

@@ -71,8 +71,8 @@ def main() -> None:
     for assumed, row in moved.items():
         print(f"{assumed:26}" + "".join(f"{row[name]:10.2f}" for name in names))
     gaps = measure_order_gaps()
-    print(f"\nany other order of tasks saves {gaps['order_gap']:.1%} of a step at most", end="")
-    print(f", {gaps['order_gap_bare']:.1%} where transfers and the last piece cost nothing")
+    print(f"\nother orders of tasks save at most {gaps['order_gap']:.1%} of a step", end="")
+    print(f", {gaps['order_gap_bare']:.1%} if transfers and the last piece cost nothing")
     found: dict[str, object] = {one.name: round(one.computed, 4) for one in figures}
     found |= {f"{one.name}_off": round(one.deviation, 4) for one in figures}
     for model in (

@@ -129,8 +129,8 @@ SERIAL_CAUSE = (
     f"{IDEAL_CAUSE}. All transfers here take the network, too, and none a bus within a host"
 )
 BUBBLE_CAUSE = (
-    "a pipeline's bubbles shrink with the batch, which is not known. With twice the sequences the "
-    "mean over 4K, 16K and 32K is 1.42"
+    "a pipeline's bubbles shrink with the batch, whose size is unknown. With twice the "
+    "sequences the mean over 4K, 16K and 32K is 1.42"
 )
 DEVIATION_CAUSES = {
     "dist": SERIAL_CAUSE,
@@ -139,7 +139,7 @@ DEVIATION_CAUSES = {
     "pipeline_max": BUBBLE_CAUSE,
     "busy_a40_8k_asym": IDEAL_CAUSE,
     "busy_a40_16k_asym": IDEAL_CAUSE,
-    "ep_32k_d1_largest": "the source does not say on which setup. On O1 it is 2.17",
+    "ep_32k_d1_largest": "the source does not state the setup. On O1 it is 2.17",
 }
 RunKey: TypeAlias = tuple[str, str, int]  # model, setup, length
 

@@ -87,7 +87,7 @@ def test_foreign_server_at_the_port_is_detected(
     other = served.server()
     port = int(other.http.url.rpartition(":")[2])
     monkeypatch.setattr("meshrl.services.engine.sglang.server.find_free_port", lambda: port)
-    with pytest.raises(PeerLost, match="another server has taken the port"):
+    with pytest.raises(PeerLost, match="another server uses the port"):
         start(LaunchConfig(str(python()), tmp_path, 4, 64))
     other.http.spawn(other._check_server("disk")).result(scaled(20.0))
     assert other.ranks == served.engine().tensor_parallel_size == 1
@@ -95,7 +95,7 @@ def test_foreign_server_at_the_port_is_detected(
 
 def test_answer_without_json_is_a_server_error() -> None:
     http = served.server().http
-    with pytest.raises(RemoteFailure, match="/docs answered no JSON"):
+    with pytest.raises(RemoteFailure, match="/docs did not answer with JSON"):
         http.call("GET", "/docs", deadline_s=scaled(20.0))
     assert "no JSON" in http.spawn(http.probe("/docs", scaled(20.0))).result(scaled(20.0))
 

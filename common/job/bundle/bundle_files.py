@@ -11,7 +11,7 @@ from meshrl.common.base.digest import compute_digest as digest_of_bytes
 from meshrl.common.base.errors import CorruptData
 
 LARGE_FILE_BYTES = 64 << 20  # larger files are weights: normally only their size is checked
-RESTORE_FIX = "Put it back from a copy of the run. To start over: meshrl run JOB"
+RESTORE_FIX = "Restore it from a copy of the run, or start over with `meshrl run JOB`"
 
 BundleFiles = Mapping[str, Sequence[Any]]  # by their names in the bundle: bytes and digest
 
@@ -50,7 +50,9 @@ def check_files(
         if (found := path.stat().st_size) != size:
             raise CorruptData(f"{path} has {found} bytes instead of {size}", fix=RESTORE_FIX)
         if (read_large or size <= LARGE_FILE_BYTES) and compute_file_digest(path) != packed:
-            raise CorruptData(f"{path} is not what was packed: its digest differs", fix=RESTORE_FIX)
+            raise CorruptData(
+                f"{path} is corrupt: its digest differs from the packed file's", fix=RESTORE_FIX
+            )
 
 
 def read_file_list(document: Mapping[str, Any]) -> BundleFiles:

@@ -32,27 +32,27 @@ PATH_MARKER = get_args(FilePath)[1]  # distinguishes a path's type from other te
 def validate_files(files: Any, digest: str) -> dict[str, tuple[int, str]]:
     """Return the files of a bundle, name -> (bytes, digest); Refused if the list is invalid."""
     if not isinstance(files, dict) or not files or len(files) > MAX_FILES:
-        raise Refused(f"a bundle lists 1 to {MAX_FILES} files")
+        raise Refused(f"a bundle must list 1 to {MAX_FILES} files")
     found = {name: _validate_file(name, about) for name, about in files.items()}
     total = sum(size for size, _ in found.values())
     if total > MAX_BYTES:
-        raise Refused(f"the bundle has {total} bytes; the most is {MAX_BYTES}")
+        raise Refused(f"the bundle has {total} bytes; the limit is {MAX_BYTES}")
     folders = {str(parent) for name in found for parent in PurePosixPath(name).parents}
     if both := sorted(folders & found.keys()):
         raise Refused(f"{both[0]!r} is both a file and a folder")
     if bundle_files.compute_digest({name: list(about) for name, about in found.items()}) != digest:
-        raise Refused("the bundle's digest is not that of its list of files")
+        raise Refused("the bundle's digest does not match its list of files")
     return found
 
 
 def _validate_file(name: Any, size_and_digest: Any) -> tuple[int, str]:
     if not isinstance(name, str) or not _is_bundle_path(name):
-        raise Refused(f"{name!r:.300} is no name of a file in a bundle")
+        raise Refused(f"{name!r:.300} is not a valid file name in a bundle")
     if not isinstance(size_and_digest, list | tuple) or len(size_and_digest) != 2:
-        raise Refused(f"of {name!r} a size and a digest are to be said")
+        raise Refused(f"{name!r} needs a size and a digest")
     size, digest = size_and_digest
     if type(size) is not int or size < 0 or type(digest) is not str or len(digest) != DIGEST_DIGITS:
-        raise Refused(f"{size_and_digest!r:.100} are no size and digest of {name!r}")
+        raise Refused(f"{size_and_digest!r:.100} is not a valid size and digest of {name!r}")
     return size, digest
 
 
@@ -83,8 +83,7 @@ def check_config_paths(config: JobConfig, files: Mapping[str, Any]) -> None:
         )
         if file.path != file.bundle_path or not there:
             raise Refused(
-                f"{key} = {file.path!r:.200}: of a job that is handed over it is "
-                f"{file.bundle_path!r}"
+                f"{key} = {file.path!r:.200}: in an uploaded job it must be {file.bundle_path!r}"
             )
     initial = {
         f"models.{role}.path"
@@ -95,9 +94,9 @@ def check_config_paths(config: JobConfig, files: Mapping[str, Any]) -> None:
     for key, asked in (*_iterate_paths(config), *_iterate_host_references(config, files)):
         if asked and key not in known:
             raise Refused(
-                f"{key} = {asked!r:.200}: a job that is handed over names no file, program or "
+                f"{key} = {asked!r:.200}: an uploaded job must not name a file, program or "
                 "account of the mesh's host",
-                fix="Leave it out, or ask the mesh's own user to submit the job",
+                fix="Remove the key, or ask the mesh's own user to submit the job",
             )
 
 
@@ -153,7 +152,7 @@ def write_piece(path: Path, size: int, offset: int, content: bytes) -> None:
     """Write bytes of a file of `size` bytes; Refused if they exceed it. Pieces may be repeated."""
     if offset < 0 or offset + len(content) > size:
         raise Refused(
-            f"bytes {offset} to {offset + len(content)} of a file that is to have {size}",
+            f"bytes {offset} to {offset + len(content)} exceed the file's size of {size} bytes",
             where=path.name,
         )
     descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
@@ -172,4 +171,6 @@ def check_complete(directory: Path, files: Mapping[str, tuple[int, str]]) -> Non
         bundle_files.check_files(directory, {n: list(f) for n, f in files.items()}, read_large=True)
     except CorruptData as error:
         name = error.message.replace(f"{directory}/", "")
-        raise Refused(f"the bundle did not arrive whole: {name}", fix="Submit it again") from error
+        raise Refused(
+            f"the received bundle is corrupt: {name}", fix="Submit the job again"
+        ) from error

@@ -36,11 +36,13 @@ def find_root(place: str) -> Path:
         named = str(json.loads(bundle.read_text())["root"]["path"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{bundle} is no configuration of an OCI bundle", fix=IMAGE_FIX
+            f"{bundle} is not the configuration of an OCI bundle", fix=IMAGE_FIX
         ) from error
     root = path / named
     if not root.is_dir():
-        raise ConfigError(f"{bundle} names the root {named}, which is no directory", fix=IMAGE_FIX)
+        raise ConfigError(
+            f"{bundle} names the root {named}, which is not a directory", fix=IMAGE_FIX
+        )
     return root
 
 
@@ -80,7 +82,7 @@ def find_python(root: Path, interpreter: str = "") -> str:
     """
     for path in [interpreter] if interpreter else PYTHON_PATHS:
         if not path.startswith("/"):
-            raise ConfigError(f"{path} is no absolute path inside of the image", fix=IMAGE_FIX)
+            raise ConfigError(f"{path} is not an absolute path inside the image", fix=IMAGE_FIX)
         program = resolve_in_image(root, path)
         if program is not None and program.is_file():
             _check_runnable(root, path, program)
@@ -88,13 +90,14 @@ def find_python(root: Path, interpreter: str = "") -> str:
     missing = interpreter or ", ".join(PYTHON_PATHS)
     raise ConfigError(
         f"{root} has no interpreter {missing}",
-        fix="Install Python there, or name one of it with sandbox.python, as a path inside",
+        fix="Install Python in the image, or set sandbox.python to the path of an "
+        "interpreter inside it",
     )
 
 
 def _check_runnable(root: Path, path: str, program: Path) -> None:
     if not os.access(program, os.X_OK):
-        raise ConfigError(f"{path} of {root} is not executable", fix="chmod a+x")
+        raise ConfigError(f"{path} of {root} is not executable", fix="Run `chmod a+x` on the file")
     with program.open("rb") as file:
         header = file.read(64)
         if header[:4] != b"\x7fELF":
@@ -119,6 +122,7 @@ def _check_runnable(root: Path, path: str, program: Path) -> None:
                 loader = file.read(length).rstrip(b"\0").decode()
                 if resolve_in_image(root, loader) is None:
                     raise ConfigError(
-                        f"{path} of {root} is loaded by {loader}, which is not there",
-                        fix="Put the C library that it was built with into the image",
+                        f"{path} of {root} needs the loader {loader}, which is missing in "
+                        "the image",
+                        fix="Add the C library that it was built with to the image",
                     )

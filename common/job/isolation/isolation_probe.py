@@ -81,8 +81,7 @@ def require_isolation(config: JobConfig) -> None:
         runner = f" by sandbox.runner {config.sandbox.runner[0]}" if config.sandbox.runner else ""
         raise Refused(
             f"{', '.join(sorted(set(config.jailed_names)))} run code that the model wrote, "
-            "which takes "
-            f"{TIER_DESCRIPTIONS[demanded]} (sandbox.tier); this host has "
+            f"which needs {TIER_DESCRIPTIONS[demanded]} (sandbox.tier); this host has "
             f"{isolation.description}{runner}",
             fix=isolation.fix,
         )

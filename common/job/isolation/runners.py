@@ -49,10 +49,10 @@ class ContainerRunner:
     def check(self) -> None:
         """Raise ConfigError if the runner cannot be started."""
         if shutil.which(self.command[0]) is None:
-            fix = 'Install it: see docs/use/sandbox.md, "Runners"'
+            fix = 'Install the program: see docs/use/sandbox.md, "Runners"'
             raise ConfigError(f"there is no program {self.command[0]}", fix=fix)
         if self._is_template and not any(ID_PLACEHOLDER in word for word in self.command):
-            wrong = f"{' '.join(self.command)} takes {BUNDLE_PLACEHOLDER}, but no {ID_PLACEHOLDER}"
+            wrong = f"{' '.join(self.command)} has {BUNDLE_PLACEHOLDER}, but no {ID_PLACEHOLDER}"
             raise ConfigError(wrong, fix=f"Name the container by {ID_PLACEHOLDER}")
 
     def build_start_command(

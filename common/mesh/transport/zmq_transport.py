@@ -210,7 +210,7 @@ class ZmqTransport:
             socket.set(zmq.CURVE_SECRETKEY, self._keys.own_pair.secret)
         pump = SocketPump(socket, False, MAX_PARKED_MESSAGES)
 
-        def ended(reached: bool, refused: bool) -> None:
+        def on_close(reached: bool, refused: bool) -> None:
             if self._connections.get(address) is link:
                 self.disconnect(address)
                 self._lost(address, reached, refused)
@@ -218,7 +218,7 @@ class ZmqTransport:
         link = self._connections[address] = _PeerConnection(
             pump,
             self._loop,
-            ended,
+            on_close,
             self._rejection_events,
             _SILENT_SHARE * self._handshake_timeout_s,
         )

@@ -55,25 +55,26 @@ class ModelConfig:
             raise ConfigError(
                 f"unknown model architecture {self.architecture!r}",
                 where="config.json: model_type",
-                fix=f"use one of {', '.join(ARCHITECTURES)}",
+                fix=f"Use one of {', '.join(ARCHITECTURES)}",
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads",
                 where="config.json: num_key_value_heads",
-                fix="make it a divisor of num_attention_heads",
+                fix="Make it a divisor of num_attention_heads",
             )
         if self.head_dim % 2:
             raise ConfigError(
                 f"rotary embedding needs an even head width, not {self.head_dim}",
                 where="config.json: head_dim",
-                fix="use an even head_dim",
+                fix="Use an even head_dim",
             )
         if self.num_experts and not 1 <= self.num_experts_per_token <= self.num_experts:
             raise ConfigError(
-                f"{self.num_experts_per_token} of {self.num_experts} experts cannot be chosen",
+                f"{self.num_experts_per_token} of {self.num_experts} experts per token are "
+                "not possible",
                 where="config.json: num_experts_per_tok",
-                fix="use a number from 1 to that of the experts",
+                fix="Use a number from 1 to the number of experts",
             )
 
     @property

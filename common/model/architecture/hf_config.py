@@ -38,9 +38,9 @@ def parse_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         if found := raw.get(key):
             method = found.get("quant_method") if isinstance(found, Mapping) else None
             raise ConfigError(
-                f"the weights are quantized ({method or 'by ' + key}), which cannot be trained",
+                f"the weights are quantized ({method or 'by ' + key}) and cannot be trained",
                 where=f"config.json: {key}",
-                fix="take the model's unquantized weights (bfloat16, float16 or float32)",
+                fix="Use the model's unquantized weights (bfloat16, float16 or float32)",
             )
     _reject_unknown_keys(raw, architecture)
     value = _ConfigReader(raw, architecture)
@@ -121,15 +121,15 @@ def _get_architecture(raw: Mapping[str, Any]) -> tuple[str, Architecture]:
     known = ", ".join(ARCHITECTURES)
     if name is None:
         raise ConfigError(
-            "model_type is missing: nothing says which architecture this is",
+            "model_type is missing, so the architecture is unknown",
             where="config.json: model_type",
-            fix=f"add it; one of {known}",
+            fix=f"Add model_type; use one of {known}",
         )
     if name not in ARCHITECTURES:
         raise ConfigError(
             f"unknown model architecture {name!r}",
             where="config.json: model_type",
-            fix=f"use one of {known}",
+            fix=f"Use one of {known}",
         )
     return name, ARCHITECTURES[name]
 
@@ -156,10 +156,11 @@ def _reject_unknown_keys(raw: Mapping[str, Any], architecture: Architecture) -> 
             off = not (raw.get("sliding_window") and raw.get("use_sliding_window", True))
         if not off:
             raise ConfigError(
-                f"{key} = {value!r} means nothing to {raw['model_type']} here, and might change "
-                "what it computes",
+                f"{key} = {value!r} is not supported for {raw['model_type']} and might "
+                "change the model's computation",
                 where=f"config.json: {key}",
-                fix="use a model without it; if it changes no arithmetic, remove the key",
+                fix="Use a model without the key; if the key does not change the "
+                "computation, remove it",
             )
 
 
@@ -187,25 +188,25 @@ def _reject_unsupported(read: _ConfigReader) -> None:
         raise ConfigError(
             f"activation {read('hidden_act')!r} is not implemented",
             where="config.json: hidden_act",
-            fix="use a model with silu",
+            fix="Use a model with silu",
         )
     if read("mlp_bias"):
         raise ConfigError(
             "biases in the feed-forward layers are not implemented",
             where="config.json: mlp_bias",
-            fix="use a model without them",
+            fix="Use a model without such biases",
         )
     if read("router_jitter_noise"):
         raise ConfigError(
-            "noise on what a router sees is not implemented",
+            "noise on a router's input is not implemented",
             where="config.json: router_jitter_noise",
-            fix="set it to 0",
+            fix="Set it to 0",
         )
 
 
 def _require_int(raw: Mapping[str, Any], key: str) -> int:
     if key not in raw:
-        raise ConfigError(f"{key} is missing", where="config.json", fix=f"add {key}")
+        raise ConfigError(f"{key} is missing", where="config.json", fix=f"Add {key}")
     return int(raw[key])
 
 
@@ -216,7 +217,7 @@ def _parse_no_rope_layers(value: _ConfigReader, layers: int) -> tuple[int, ...]:
             raise ConfigError(
                 f"no_rope_layers has {len(listed)} entries for {layers} layers",
                 where="config.json: no_rope_layers",
-                fix="give each layer one: 1 with rotary embedding, 0 without",
+                fix="Give each layer one entry: 1 with rotary embedding, 0 without",
             )
         return tuple(i for i in range(layers) if not listed[i])
     if not interval:
@@ -236,13 +237,13 @@ def _parse_windows(name: str, value: _ConfigReader, layers: int) -> dict[str, An
             raise ConfigError(
                 f"layer_types {what} for {layers} layers of full or sliding attention",
                 where="config.json: layer_types",
-                fix=f"use a model of {_FULL} and {_SLIDING} layers",
+                fix=f"Use a model of {_FULL} and {_SLIDING} layers",
             )
         if _SLIDING in listed and not (in_use and window):
             raise ConfigError(
-                "layer_types has sliding layers, and there is no window in use",
+                "layer_types has sliding layers, but no window is in use",
                 where="config.json: use_sliding_window",
-                fix="set use_sliding_window and sliding_window, or make all layers full",
+                fix="Set use_sliding_window and sliding_window, or make all layers full",
             )
         sliding = [i for i in range(layers) if listed[i] == _SLIDING]
     elif not in_use or window is None:
@@ -259,9 +260,9 @@ def _parse_windows(name: str, value: _ConfigReader, layers: int) -> dict[str, An
         return {}
     if int(window) < 1:
         raise ConfigError(
-            f"a sliding window of {window} tokens sees nothing",
+            f"a sliding window of {window} tokens contains no token",
             where="config.json: sliding_window",
-            fix="set use_sliding_window to false, or make it 1 at least",
+            fix="Set use_sliding_window to false, or sliding_window to at least 1",
         )
     return {"sliding_window": int(window), "sliding_layers": tuple(sliding)}
 

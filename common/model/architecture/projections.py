@@ -67,16 +67,16 @@ def check_adapters(config: ModelConfig, rank: int, targets: Sequence[str]) -> No
     inside = sorted({parts[name].fused_name for name in names} & {"gate_up", "down"})
     if inside and config.sparse_layers:
         raise ConfigError(
-            f"{', '.join(inside)} of a mixture of experts take no adapters",
+            f"{', '.join(inside)} of a mixture of experts do not support adapters",
             where="lora.targets",
-            fix='leave it out, or set it to ["qkv", "output"]',
+            fix='Remove lora.targets, or set it to ["qkv", "output"]',
         )
     smallest = min(min(parts[name].rows, parts[name].columns) for name in names)
     if rank > smallest:
         raise ConfigError(
-            f"adapters of rank {rank} for a projection of width {smallest}",
+            f"adapters of rank {rank} are too large for a projection of width {smallest}",
             where="lora.rank",
-            fix=f"at most {smallest}; above it, train the whole model",
+            fix=f"Set lora.rank to at most {smallest}, or train the whole model",
         )
 
 
@@ -92,7 +92,7 @@ def resolve_targets(config: ModelConfig, targets: Sequence[str]) -> list[str]:
             raise ConfigError(
                 f"there is no projection {target!r} to adapt",
                 where="lora.targets",
-                fix=f"use any of {', '.join([*FUSED_PROJECTIONS, *known])}",
+                fix=f"Use any of {', '.join([*FUSED_PROJECTIONS, *known])}",
             )
         chosen |= set(FUSED_PROJECTIONS.get(target, (target,)))
     return [name for name in known if name in chosen]

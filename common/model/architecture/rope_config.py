@@ -45,7 +45,9 @@ def parse_rope_config(
     found = raw.get(key) or {}
     where = f"config.json: {key}"
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{key} is no object", where=where, fix="write it as transformers does")
+        raise ConfigError(
+            f"{key} is not an object", where=where, fix="Write it in the format of transformers"
+        )
     _reject_partial_rotary(raw.get("partial_rotary_factor"), "config.json: partial_rotary_factor")
     _reject_partial_rotary(found.get("partial_rotary_factor"), f"{where}.partial_rotary_factor")
     base = float(found.get("rope_theta") or raw.get("rope_theta") or theta)
@@ -56,7 +58,7 @@ def parse_rope_config(
         raise ConfigError(
             f"rotary scaling {what} is not implemented",
             where=where,
-            fix=f"use a model with one of {', '.join(ROPE_TYPE_KEYS)}, the same in all layers",
+            fix=f"Use a model with one of {', '.join(ROPE_TYPE_KEYS)}, the same in all layers",
         )
     unknown = [
         name
@@ -67,7 +69,7 @@ def parse_rope_config(
         raise ConfigError(
             f"{unknown[0]} of rotary embeddings is not implemented",
             where=where,
-            fix="use a model without it",
+            fix="Use a model without this key",
         )
     if kind == "default":
         return base, {}
@@ -80,7 +82,9 @@ def parse_rope_config(
     for name in must:
         if name not in given:
             raise ConfigError(
-                f"{name} is missing", where=where, fix=f"{kind} scaling needs {', '.join(must)}"
+                f"{name} is missing",
+                where=where,
+                fix=f"Add the keys that {kind} scaling needs: {', '.join(must)}",
             )
     if kind == "yarn" and given["factor"] is None:
         given["factor"] = positions / given[_ORIGINAL_POSITIONS]
@@ -90,7 +94,7 @@ def parse_rope_config(
     scaling |= {name: given[name] for name in may if name in given}
     for name in must:
         if not scaling[name] > 0:
-            raise ConfigError(f"{name} is {scaling[name]}", where=where, fix="it is above 0")
+            raise ConfigError(f"{name} is {scaling[name]}", where=where, fix="Set it above 0")
     return base, scaling
 
 
@@ -99,5 +103,5 @@ def _reject_partial_rotary(share: Any, where: str) -> None:
         raise ConfigError(
             f"rotary embedding of {share} of each head is not implemented",
             where=where,
-            fix="use a model that rotates whole heads",
+            fix="Use a model that rotates whole heads",
         )

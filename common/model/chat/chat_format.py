@@ -190,7 +190,7 @@ class ChatFormat(ABC):
         ids = self._render([*messages, answer], tools)
         ends = [n for n in range(len(prompt), len(ids)) if ids[n] in self.stop_ids]
         if ids[: len(prompt)] != prompt or not ends:
-            raise ChatFormatError("the chat format does not write this answer after its prompt")
+            raise ChatFormatError("the chat format does not render this answer after its prompt")
         return ids[len(prompt) : ends[-1] + 1]
 
 
@@ -232,7 +232,7 @@ class _RendererFormat(ChatFormat):
         if name not in known:
             raise ConfigError(
                 f"there is no chat format {name!r}",
-                fix=f"known are {TEMPLATE_FORMAT}, {', '.join(sorted(known))}",
+                fix=f"Use one of {TEMPLATE_FORMAT}, {', '.join(sorted(known))}",
             )
         kind = type(renderers.config_from_name(name))
         try:
@@ -243,7 +243,7 @@ class _RendererFormat(ChatFormat):
         except Exception as error:  # each format checks the tokenizer differently
             raise ConfigError(
                 f"chat format {name!r}: {error}",
-                fix="use the format of the model that the tokenizer belongs to",
+                fix="Use the chat format of the tokenizer's model",
             ) from error
         chat = cls(renderer, tokenizer)
         chat.tokenizer = spelling.tokenizer = chat.guard_tokenizer()
@@ -409,8 +409,8 @@ def detect_format(model: Path, tokenizer: Path | None = None) -> str:
         return TEMPLATE_FORMAT
     known = ", ".join(sorted(set(published.values())))
     raise ConfigError(
-        f"nobody knows the chat format of {model}, and its tokenizer has no chat template",
-        fix=f"name it in environment.chat: {known}",
+        f"the chat format of {model} is unknown, and its tokenizer has no chat template",
+        fix=f"Set environment.chat to one of: {known}",
     )
 
 
@@ -420,6 +420,7 @@ def _import_renderers() -> Any:
         import renderers.base
     except ImportError as error:
         raise ConfigError(
-            "chat formats take the package renderers", fix="pip install 'meshrl[chat]'"
+            "chat formats need the package renderers, which is not installed",
+            fix="Run `pip install 'meshrl[chat]'`",
         ) from error
     return renderers

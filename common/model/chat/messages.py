@@ -25,7 +25,7 @@ def parse_conversation(value: Any, roles: Sequence[str] = ()) -> list[Message]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if isinstance(value, Mapping) or not isinstance(value, Sequence):
-        raise InvalidMessages(f"messages are a text or a list, not {value!r:.80}")
+        raise InvalidMessages(f"messages must be a text or a list, not {value!r:.80}")
     if not value:
         raise InvalidMessages("the list of messages is empty")
     filled = any(
@@ -43,7 +43,7 @@ def parse_message(
 ) -> Message:
     """Parse one message, which errors call `name`."""
     if not isinstance(value, dict):
-        raise InvalidMessages(f"{name} is no {{'role', 'content'}}, but {value!r:.80}")
+        raise InvalidMessages(f"{name} must be {{'role', 'content'}}, not {value!r:.80}")
     message = {key: item for key, item in value.items() if item is not None}
     role = message.get("role")
     if role is None:
@@ -52,7 +52,7 @@ def parse_message(
         )
     if not (isinstance(role, str) and role.isidentifier()) or (roles and role not in roles):
         raise InvalidMessages(
-            f"{name} has the role {role!r}; known are {', '.join(roles or ROLES)}"
+            f"{name} has the unknown role {role!r}; roles are {', '.join(roles or ROLES)}"
         )
     calls = message.pop("tool_calls", None)
     if calls:
@@ -60,7 +60,7 @@ def parse_message(
     content = _parse_content(message.get("content"), f"{name} ({role})")
     if content is None and not calls:
         raise InvalidMessages(
-            f"{name} ({role}) has no content, which only a message with calls may lack"
+            f"{name} ({role}) has no content; only a message with calls may omit it"
         )
     return message | {"content": content or ""}
 
@@ -93,7 +93,7 @@ def _parse_tool_calls(value: Any, name: str, has_filled_nulls: bool) -> list[Mes
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidMessages(
-                f"{name}: a tool call is no {{'function': {{'name', 'arguments'}}}}"
+                f"{name}: a tool call must be {{'function': {{'name', 'arguments'}}}}"
             )
         arguments = function.get("arguments")
         if arguments is None:
@@ -101,7 +101,9 @@ def _parse_tool_calls(value: Any, name: str, has_filled_nulls: bool) -> list[Mes
         elif isinstance(arguments, dict):
             arguments = {k: v for k, v in arguments.items() if not (has_filled_nulls and v is None)}
         elif not isinstance(arguments, str):
-            raise InvalidMessages(f"{name}: arguments of a tool call are {arguments!r:.80}")
+            raise InvalidMessages(
+                f"{name}: arguments of a tool call must be a table or a text, not {arguments!r:.80}"
+            )
         function = {"name": function["name"], "arguments": arguments}
         calls.append({k: v for k, v in call.items() if v is not None} | {"function": function})
     return calls

@@ -51,7 +51,7 @@ def load_chat_files(directory: Path) -> ChatFiles:
         raise ConfigError(
             f"the tokenizer has no chat template{named}",
             where=str(directory),
-            fix="put the model's chat_template.jinja there, or name a format in environment.chat",
+            fix="Put the model's chat_template.jinja there, or set environment.chat to a format",
         )
     return ChatFiles(directory, templates, _read_special_tokens(directory, config))
 
@@ -74,7 +74,7 @@ def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
             held = {entry["name"]: entry["template"] for entry in held}
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            "chat_template is neither a text nor a list of named ones",
+            "chat_template is neither a text nor a list of named templates",
             where=str(directory / "tokenizer_config.json"),
         ) from error
     return {str(name): str(text) for name, text in held.items()}
@@ -111,7 +111,7 @@ def collect_eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
         for i in ids if isinstance(ids, list) else [] if ids is None else [ids]:
             if not isinstance(i, int) or isinstance(i, bool) or i < 0:
                 raise ConfigError(
-                    f"eos_token_id is an id of a token or a list of them, not {i!r}", where=file
+                    f"eos_token_id must be a token id or a list of token ids, not {i!r}", where=file
                 )
             found[i] = None
     return list(found)
@@ -137,7 +137,7 @@ def read_eos_tokens(model: Path | None, config: Mapping[str, Any], tokenizer: Pa
         raise ConfigError(
             f"the model ends a turn with token {lacking[0]}, which the tokenizer lacks",
             where="eos_token_id",
-            fix="use the model's own tokenizer, or set eos_token_id to one of its tokens in "
+            fix="Use the model's own tokenizer, or set eos_token_id to one of its tokens in "
             f"config.json and {GENERATION_CONFIG_FILE}",
         )
     return [text for text in found.values() if text is not None]
@@ -149,5 +149,5 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the file cannot be read: {error}", where=str(file)) from error
     if not isinstance(found, dict):
-        raise ConfigError("the file holds no JSON object", where=str(file))
+        raise ConfigError("the file does not contain a JSON object", where=str(file))
     return found

@@ -73,7 +73,7 @@ class TemplateFormat(ChatFormat):
         Raise ConfigError if there is no template, if it drops texts, or if no token ends a turn.
         """
         if tokenizer.file is None:
-            raise ConfigError("a chat template is read beside a tokenizer.json")
+            raise ConfigError("a chat template needs a tokenizer.json beside it")
         files = load_chat_files(tokenizer.file.parent)
         self.renderer = TemplateRenderer(files, options, date)
         self.history = history
@@ -88,9 +88,9 @@ class TemplateFormat(ChatFormat):
         self.has_reasoning = THINK_END in self.renderer.get_template_text(tools=True)
         if not _can_render(self.renderer, PROBE_USER_MESSAGE | {"content": TURN_MARKER}):
             raise ConfigError(
-                "the chat template leaves out messages whose content is a text",
+                "the chat template omits messages whose content is a text",
                 where=str(files.directory),
-                fix="use a template for text; those for images take lists of parts",
+                fix="Use a template for text; templates for images need lists of parts",
             )
         special = tokenizer.special_tokens
         own = _find_end_token(self.renderer, special)
@@ -101,9 +101,9 @@ class TemplateFormat(ChatFormat):
         found = [i for text in texts if text and (i := tokenizer.token_to_id(text)) is not None]
         if not found:
             raise ConfigError(
-                "the chat template writes no token that ends a turn",
+                "the chat template has no token that ends a turn",
                 where=str(files.directory),
-                fix="name one in rollout.stop",
+                fix="Add one to rollout.stop",
             )
         super().__init__(tokenizer, found)
         self.tokenizer = self.guard_tokenizer()
@@ -124,9 +124,9 @@ class TemplateFormat(ChatFormat):
         except ChatFormatError as error:
             return error.message
         if bare == told:
-            return "the chat template tells the model of no tools"
+            return "the chat template does not render tools"
         if self._is_parser_unknown:
-            return "nobody knows how the chat template has tools called"
+            return "the tool-call format of the chat template is unknown"
         return ""
 
     def _start_conversation(
@@ -165,18 +165,18 @@ class TemplateFormat(ChatFormat):
             before, head = bare.partition(mark)[0], _get_turn_header(prompt, messages)
             if not head or not before.endswith(head) or not whole.startswith(before):
                 raise ChatFormatError(
-                    "the chat template does not write this answer after its prompt"
+                    "the chat template does not render this answer after its prompt"
                 )
             prompt, whole = head, head + whole[len(before) :]
         ids, start = self.tokenizer.encode(whole), self.tokenizer.encode(prompt)
         ends = [n for n in range(len(start), len(ids)) if ids[n] in self.stop_ids]
         if ids[: len(start)] != start or not ends:
-            raise ChatFormatError("the chat template does not write this answer after its prompt")
+            raise ChatFormatError("the chat template does not render this answer after its prompt")
         return ids[len(start) : ends[0] + 1]
 
 
 TOOL_FIX = (
-    "offer no tools, take a model whose template has them, or name environment.tool_call_parser"
+    "Remove the tools, use a model whose template has tools, or set environment.tool_call_parser"
 )
 
 
@@ -223,7 +223,7 @@ class _TemplateConversation(ChatConversation):
 
     def _append_messages(self, messages: list[Message]) -> list[int]:
         if self._pending_message is None:
-            raise ChatFormatError("the model has not had its turn")
+            raise ChatFormatError("no turn of the model precedes these messages")
         chat, reply = self._chat, self._pending_message
         if chat.history == REJECT_HISTORY:
             conversation, tools = [*self._messages, reply], self._tools
@@ -235,9 +235,9 @@ class _TemplateConversation(ChatConversation):
             )
             if not after.startswith(past):
                 raise ChatFormatError(
-                    "the chat template writes an earlier turn otherwise now than it was sampled, "
-                    "as those do that drop its reasoning",
-                    fix='set environment.chat_history = "keep" to go on with what was sampled',
+                    "the chat template renders an earlier turn differently than it was "
+                    "sampled, for example without its reasoning",
+                    fix='Set environment.chat_history = "keep" to keep turns as they were sampled',
                 )
         mark = _make_marker([*self._messages, *messages])
         text = self._render_conversation(
@@ -259,18 +259,16 @@ class _TemplateConversation(ChatConversation):
         tokenizer, stops = self._chat.tokenizer, self._chat.stop_ids
         _, marked, rest = text.rpartition(mark)
         if not marked:
-            raise ChatFormatError("the chat template does not write the model's turn")
+            raise ChatFormatError("the chat template does not render the model's turn")
         places = [(at, end) for end in self._chat.stop_tokens if (at := rest.find(end)) >= 0]
         if not places:
             if calls:
-                raise ChatFormatError(
-                    "the chat template writes no token that ends a turn with calls"
-                )
+                raise ChatFormatError("the chat template has no token that ends a turn with calls")
             return tokenizer.encode(rest)
         added = tokenizer.encode(rest[min(places)[0] :])
         if added[0] not in stops:
             raise ChatFormatError(
-                "the tokenizer does not encode the token that ends a turn by itself"
+                "the tokenizer does not encode the end token of a turn as a separate token"
             )
         has_end = self._end_token_id in (
             added[0],

@@ -50,9 +50,9 @@ class TemplateRenderer:
             self._templates = {n: environment.from_string(t) for n, t in files.templates.items()}
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
-                f"the chat template is not Jinja: {error.message}, line {error.lineno}",
+                f"the chat template is not valid Jinja: {error.message}, line {error.lineno}",
                 where=str(files.directory),
-                fix="copy it there again, as a whole",
+                fix="Copy the complete file again",
             ) from error
 
     def get_template_text(self, tools: bool) -> str:
@@ -76,9 +76,10 @@ class TemplateRenderer:
             )
         except (jinja2.TemplateError, *PARSE_ERRORS) as error:
             raise ChatFormatError(
-                f"the chat template refuses these messages: {error}",
+                f"the chat template rejects these messages: {error}",
                 where=", ".join(str(m.get("role")) for m in messages),
-                fix="send what the model's format allows, such as no system message to Gemma",
+                fix="Send only messages that the model's format allows: Gemma, for example, "
+                "has no system message",
             ) from error
 
     def _select_template(self, tools: bool) -> str:
@@ -146,7 +147,7 @@ class _PublicNamespace(jinja2.utils.Namespace):
 
 def _reject_private_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace holds no {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have {name!r}")
 
 
 def _raise_exception(message: str) -> None:

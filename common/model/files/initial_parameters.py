@@ -80,7 +80,7 @@ def convert_read_errors(path: Path) -> Iterator[None]:
         raise ConfigError(
             f"the model cannot be read: {type(error).__name__}: {error}",
             where=str(path),
-            fix="copy it there again, as a whole",
+            fix="Copy the complete file again",
         ) from error
 
 
@@ -211,7 +211,7 @@ class PretrainedParameters:
                 found = torch.empty(target.numel(), dtype=dtype)
                 raw = found.view(torch.uint8).numpy().data
                 if file.readinto(raw) != len(raw):
-                    raise OSError(f"{name} is cut short")
+                    raise OSError(f"{name} is truncated")
                 if broken := int((~found.isfinite()).sum()):
                     raise not_finite_error(name, broken, found.numel(), str(tensor.file))
                 target.copy_(found)

@@ -25,7 +25,7 @@ from meshrl.common.model.files.weight_files import (
     read_header,
 )
 
-UNQUANTIZED_FIX = "take the model's unquantized weights (bfloat16, float16 or float32)"
+UNQUANTIZED_FIX = "Use the model's unquantized weights (bfloat16, float16 or float32)"
 _COMPARE_BYTES = 1 << 22  # bytes per comparison
 _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
 _QUANTIZER_FILES = ("quantize_config.json", "quant_config.json")  # files of AutoGPTQ and AutoAWQ
@@ -45,7 +45,7 @@ def load_config(path: str | Path) -> ModelConfig:
         raise ConfigError(
             f"the file is missing; the directory has {has[0]}" if has else "the file is missing",
             where=str(file),
-            fix=has[1] if has else "name a Hugging Face directory with config.json and safetensors",
+            fix=has[1] if has else "Use a Hugging Face directory with config.json and safetensors",
         )
     try:
         raw = json.loads(file.read_text("utf-8"))
@@ -54,7 +54,7 @@ def load_config(path: str | Path) -> ModelConfig:
         raise ConfigError(
             f"the model's description cannot be read: {type(error).__name__}: {error}",
             where=str(file),
-            fix="copy it there again, as a whole",
+            fix="Copy the complete file again",
         ) from error
     here = (directory / SINGLE_FILE).is_file() or (directory / INDEX_FILE).is_file()
     alone = not (here or detect_other_format(directory))
@@ -70,7 +70,7 @@ def read_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     for name in _QUANTIZER_FILES:
         if (directory / name).is_file():
             raise ConfigError(
-                f"the weights are quantized: there is a {name}",
+                f"the weights are quantized: the directory has {name}",
                 where=str(directory / name),
                 fix=UNQUANTIZED_FIX,
             )

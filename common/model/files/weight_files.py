@@ -47,19 +47,19 @@ LFS_POINTER_PREFIX = b"version https://git-lfs.github.com/spec/"  # first bytes 
 _RESAVE_FIX = "Save it again with transformers (save_pretrained), which writes safetensors"
 OTHER_FORMATS = {  # other weight formats: file pattern, name, and fix
     "pytorch_model*.bin": ("pickles of PyTorch", _RESAVE_FIX),
-    "*.gguf": ("GGUF of llama.cpp", "Take the model's safetensors: GGUF cannot be trained"),
+    "*.gguf": ("GGUF of llama.cpp", "Use the model's safetensors: GGUF cannot be trained"),
     "consolidated*": (
         "weights in their authors' own format",
-        "Take the model's files for transformers: config.json and model*.safetensors",
+        "Use the model's files for transformers: config.json and model*.safetensors",
     ),
     "*.pth": ("pickles of PyTorch", _RESAVE_FIX),
     "tf_model.h5": ("TensorFlow's weights", _RESAVE_FIX),
     "adapter_config.json": (
         "adapters without the model that they belong to",
-        "Merge them into the model (peft's merge_and_unload), and name the result",
+        "Merge them into the model (peft's merge_and_unload), and use the result",
     ),
 }
-_DOWNLOAD_FIX = "Download it again, as a whole"
+_DOWNLOAD_FIX = "Download the complete file again"
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
             raise ConfigError(
                 f"tensor {name} is missing",
                 where=str(directory),
-                fix="Check that config.json and the weights are of the same model, and that no "
-                "file of it is missing",
+                fix="Check that config.json and the weights are of the same model and that "
+                "no file is missing",
             )
         if stored.dtype not in FLOAT_DTYPE_BYTES:
             raise ConfigError(
-                f"tensor {name} is of type {stored.dtype}, which cannot be trained",
+                f"tensor {name} is of type {stored.dtype} and cannot be trained",
                 where=str(stored.file),
-                fix="Take the checkpoint in bfloat16, float16 or float32, not a quantized one",
+                fix="Use the checkpoint in bfloat16, float16 or float32, not a quantized one",
             )
         if stored.shape != shape:
             raise ConfigError(
@@ -121,8 +121,8 @@ def _reject_unused_tensors(found: Mapping[str, StoredTensor], config: ModelConfi
             f"tensor {unused[0]}{more} to no part of the {config.architecture} that config.json "
             "describes",
             where=str(found[unused[0]].file),
-            fix="Check that config.json and the weights are of the same model; a tensor that "
-            "nothing needs can be removed from the file",
+            fix="Check that config.json and the weights are of the same model; remove the "
+            "tensor from the file if the model does not need it",
         )
 
 
@@ -150,7 +150,7 @@ def not_finite_error(name: str, num_not_finite: int, num_values: int, where: str
         f"tensor {name} has {num_not_finite} of {num_values} weights that are not finite (NaN "
         "or infinite)",
         where=where,
-        fix="Take weights that were saved whole: these were broken when they were written",
+        fix="Use other weights: these were corrupt when they were saved",
     )
 
 
@@ -165,7 +165,7 @@ def list_weight_files(directory: Path) -> list[Path]:
     if not index.is_file():
         what, fix = detect_other_format(directory) or (
             "",
-            "Name a Hugging Face directory with safetensors",
+            "Use a Hugging Face directory with safetensors",
         )
         has = f"; it has {what}" if what else ""
         raise ConfigError(
@@ -202,12 +202,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise ConfigError(
             f"the weights cannot be read: {error.strerror}",
             where=str(file),
-            fix="See that it is a file that you may read",
+            fix="Check that the path is a file with read permission",
         ) from error
     if len(raw) != length or not raw.startswith(b"{"):
         short = size < 8 + length <= 8 + MAX_HEADER_BYTES
         raise _corrupt_file_error(
-            file, f"only {size} bytes are there" if short else "this is no safetensors"
+            file, f"the file has only {size} bytes" if short else "the file is not safetensors"
         )
     try:
         listed: dict[str, Any] = json.loads(raw)
@@ -224,18 +224,18 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         }
     except (ValueError, KeyError, TypeError, LookupError) as error:
         raise _corrupt_file_error(
-            file, f"its header is none: {type(error).__name__}: {error}"
+            file, f"its header is invalid: {type(error).__name__}: {error}"
         ) from error
     whole = max((tensor.end_byte for tensor in found.values()), default=8 + length)
     if size != whole:
-        raise _corrupt_file_error(file, f"{size} bytes are there of {whole}")
+        raise _corrupt_file_error(file, f"the file has {size} of {whole} bytes")
     for name, stored in found.items():
         width = FLOAT_DTYPE_BYTES.get(stored.dtype)
         if width is not None and stored.end_byte - stored.begin_byte != width * math.prod(
             stored.shape
         ):
             raise _corrupt_file_error(
-                file, f"the header gives tensor {name} another length than its shape has"
+                file, f"the header's length of tensor {name} does not match its shape"
             )
     return found
 
@@ -302,4 +302,4 @@ def detect_other_format(directory: Path) -> tuple[str, str] | None:
 
 
 def _corrupt_file_error(file: Path, why: str) -> ConfigError:
-    return ConfigError(f"the weights are not whole: {why}", where=str(file), fix=_DOWNLOAD_FIX)
+    return ConfigError(f"the weights are incomplete: {why}", where=str(file), fix=_DOWNLOAD_FIX)

@@ -145,7 +145,9 @@ def save_adapter(
     """
     theirs = to_peft(config, tensors)
     if not theirs:
-        raise ConfigError("the weights hold no adapters", fix="train them with lora.rank above 0")
+        raise ConfigError(
+            "the weights contain no adapters", fix="Train them with lora.rank above 0"
+        )
     names = {name.split(".lora_")[0].rpartition(".")[2] for name in theirs}
     rank = next(tensor.shape[0] for name, tensor in theirs.items() if ".lora_A." in name)
     about = {

@@ -128,7 +128,9 @@ class SpecialTokenEscaper:
         twin = Backend.from_str(json.dumps(document))
         for token, alias in aliases.items():
             if twin.token_to_id(alias) != self._backend.token_to_id(token):
-                raise ValueError(f"the special token {token!r} cannot be told from its text")
+                raise ValueError(
+                    f"the special token {token!r} cannot be distinguished from its text"
+                )
         return twin
 
 

@@ -76,9 +76,9 @@ class Tokenizer:
             file /= "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
-                "there is no tokenizer here",
+                "there is no tokenizer at this path",
                 where=str(file),
-                fix="name a tokenizer.json, or a directory that holds one",
+                fix="Give the path of a tokenizer.json or of its directory",
             )
         try:
             return cls(Backend.from_file(str(file)), file)
@@ -86,7 +86,7 @@ class Tokenizer:
             raise ConfigError(
                 f"the tokenizer cannot be read: {error}",
                 where=str(file),
-                fix="copy it there again, as a whole",
+                fix="Copy the complete file again",
             ) from error
 
     @property
@@ -137,9 +137,9 @@ class Tokenizer:
             encoding = self._backend.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises no narrower error
             raise ConfigError(
-                f"text {text[:80]!r} does not encode: {error}",
+                f"text {text[:80]!r} cannot be encoded: {error}",
                 where="tokenizer.json",
-                fix="keep to characters of its vocabulary, or use one with an unknown token",
+                fix="Use only characters of its vocabulary, or a tokenizer with an unknown token",
             ) from error
         ids: list[int] = encoding.ids
         return ids
@@ -188,7 +188,7 @@ def build_character_tokenizer(chars: str, path: str | Path) -> Tokenizer:
     """
     if len(set(chars)) != len(chars):
         twice = next(c for c in chars if chars.count(c) > 1)
-        raise ConfigError(f"character {twice!r} is listed twice", fix="list each character once")
+        raise ConfigError(f"character {twice!r} is listed twice", fix="List each character once")
     vocabulary = {char: index for index, char in enumerate(chars)}
     backend = Backend(models.WordLevel(vocabulary))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

@@ -19,7 +19,7 @@ ANY_JOB = "{*}"  # prefix of the keys of any job: names of jobs have no braces
 # A host name is part of a user name and of key patterns: `*`, a blank or a colon would widen these.
 HOST_NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
-# Redis' own categories by kind of value, without commands that harm other clients or reveal foreign
+# Redis' own categories by kind of value, without commands that harm other clients or reveal their
 # keys. Scripts run only by the digest of a script that the launcher has loaded: a client that may
 # send script text can keep the server busy forever. Redis checks a script's commands with the
 # permissions of its caller. Only those connection commands are allowed that a client starts with:
@@ -42,28 +42,29 @@ class KeyPermissions:
     deletes: frozenset[str] = frozenset()
 
     def __or__(self, other: KeyPermissions) -> KeyPermissions:
-        removes = self.deletes | other.deletes
-        return KeyPermissions(self.reads | other.reads, self.writes | other.writes, removes)
+        deletes = self.deletes | other.deletes
+        return KeyPermissions(self.reads | other.reads, self.writes | other.writes, deletes)
 
     @property
     def acl_patterns(self) -> list[str]:
         """Key permissions in the syntax of Redis ACLs."""
         both = self.reads & self.writes
         patterns = {"RW": both, "R": self.reads - both, "W": self.writes - both}
-        found = [f"%{kind}~{key}" for kind, keys in patterns.items() for key in sorted(keys)]
+        acl_patterns = [f"%{kind}~{key}" for kind, keys in patterns.items() for key in sorted(keys)]
         if self.deletes:
             keys = " ".join(f"%W~{key}" for key in sorted(self.deletes))
-            found.append(f"(-@all +del {keys})")
-        return found
+            acl_patterns.append(f"(-@all +del {keys})")
+        return acl_patterns
 
 
 def _prefix_permissions(
     prefix: str, reads: str = "", writes: str = "", both: str = ""
 ) -> KeyPermissions:
-    def named(names: str) -> frozenset[str]:
+    def add_prefix(names: str) -> frozenset[str]:
         return frozenset(f"{prefix}:{name}" for name in names.split())
 
-    return KeyPermissions(named(reads) | named(both), named(writes) | named(both))
+    both_keys = add_prefix(both)
+    return KeyPermissions(add_prefix(reads) | both_keys, add_prefix(writes) | both_keys)
 
 
 _mesh, _job = partial(_prefix_permissions, MESH_PREFIX), partial(_prefix_permissions, ANY_JOB)
@@ -298,19 +299,21 @@ def list_role_scripts(role: str) -> frozenset[str]:
 
 def compute_role_permissions(role: str, host: str) -> KeyPermissions:
     """Return the keys that processes of a role on a host may access."""
-    others = _ROLE_PERMISSIONS[role][1]
-    own = _mesh(both=f"credentials:{role}:{host}")
+    command_keys = _ROLE_PERMISSIONS[role][1]
+    own_credentials = _mesh(both=f"credentials:{role}:{host}")
     # The prefix that a script gets as its key: no key has that name.
-    found = KeyPermissions(frozenset({ANY_JOB}), frozenset({ANY_JOB})) | own | others
+    permissions = KeyPermissions(frozenset({ANY_JOB}), frozenset({ANY_JOB}))
+    permissions |= own_credentials | command_keys
     for script in list_role_scripts(role):
-        found |= compute_script_permissions(script)
-    return found
+        permissions |= compute_script_permissions(script)
+    return permissions
 
 
 def compute_script_permissions(script: str) -> KeyPermissions:
     """Return the keys that a script accesses."""
-    replayed = _job(both=f"op:{script}:*") if script in IDEMPOTENT_SCRIPTS else KeyPermissions()
-    return SCRIPT_PERMISSIONS[script] | replayed
+    is_idempotent = script in IDEMPOTENT_SCRIPTS
+    operations = _job(both=f"op:{script}:*") if is_idempotent else KeyPermissions()
+    return SCRIPT_PERMISSIONS[script] | operations
 
 
 def build_acl_rules(role: str, host: str, password_digest: str, enabled: bool) -> list[str]:

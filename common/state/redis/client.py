@@ -118,7 +118,7 @@ class StateClient:
         self._is_unreachable = False
         # Keys of answered operations: the next operation acknowledges them.
         self._acknowledged_ops: deque[str] = deque()
-        # Renews the lease of this process; True if it is held. Set by the holder of a lease.
+        # Renews the lease of this process; True if the lease is live. Set by the holder of a lease.
         self.renew_lease: Callable[[], Awaitable[bool]] | None = None
 
     @classmethod
@@ -152,7 +152,15 @@ class StateClient:
             )
         except ValueError as error:
             raise ConfigError(
-                f"this is not a Redis URL: {Url.parse(url).redact(str(error))}",
+                f"this is 
+<<<<<<< ours
+not
+||||||| base
+no URL of
+=======
+not the URL of
+>>>>>>> theirs
+ a Redis URL: {Url.parse(url).redact(str(error))}",
                 where=redact_password(url),
                 fix="Write redis://HOST:PORT/0, rediss://HOST:PORT/0 (TLS) or unix:///PATH",
             ) from error
@@ -161,8 +169,8 @@ class StateClient:
             await state.run_command("PING", deadline_s=connect_timeout_s)
         except StateUnavailable as error:
             await state.close()
-            if (refusal := find_auth_error(error)) is not None and not is_gated(url):
-                raise _connection_error(url, refusal) from error
+            if (auth_error := find_auth_error(error)) is not None and not is_gated(url):
+                raise _connection_error(url, auth_error) from error
             raise
         except (ResponseError, InvalidResponse) as error:
             await state.close()
@@ -194,9 +202,9 @@ class StateClient:
 
     async def _run_script(self, script: str, keys: list[str], *args: Any) -> Any:
         operation = args[0].get("op") if args and isinstance(args[0], dict) else None
-        told = list(islice(self._acknowledged_ops, MAX_ACKNOWLEDGED)) if operation else []
-        if told:
-            args = ({**args[0], "acknowledged": told}, *args[1:])
+        acknowledged = list(islice(self._acknowledged_ops, MAX_ACKNOWLEDGED)) if operation else []
+        if acknowledged:
+            args = ({**args[0], "acknowledged": acknowledged}, *args[1:])
         source, sha = load_script(script)
         words = [len(keys), *keys, *map(_encode_argument, args)]
         try:
@@ -205,7 +213,7 @@ class StateClient:
             reply = await self.run_command("EVAL", source, *words)
         answer = _decode_reply(script, reply)
         if operation:
-            for key in told:
+            for key in acknowledged:
                 with contextlib.suppress(ValueError):  # another operation has acknowledged it
                     self._acknowledged_ops.remove(key)
             self._acknowledged_ops.append(f"{keys[0]}:op:{script}:{operation}")
@@ -230,13 +238,13 @@ class StateClient:
         """Execute one Redis command; StateUnavailable if there is no answer by the deadline."""
         send = self.client.execute_command
         task = asyncio.current_task()
-        asked = task.cancelling() if task else 0
+        earlier_cancellations = task.cancelling() if task else 0
         try:
             async with asyncio.timeout(deadline_s):
                 reply = await send(*words)
                 # redis-py sends through asyncio.wait_for, which in Python 3.11 swallows a
                 # cancellation that comes as the bytes leave.
-                if task and task.cancelling() > asked:
+                if task and task.cancelling() > earlier_cancellations:
                     raise asyncio.CancelledError
                 return reply
         except (*UNREACHABLE_ERRORS, ResponseError, TimeoutError) as error:
@@ -250,16 +258,88 @@ class StateClient:
     def _translate_error(self, error: BaseException) -> StateUnavailable:
         """Return the error that a caller may retry; raise errors that a retry cannot fix."""
         if isinstance(error, ResponseError):
-            in_script = any(begins in str(error) for begins in ACL_FAILURE_PREFIXES)
+            in_script = any(prefix in str(error) for prefix in ACL_FAILURE_PREFIXES)
             if isinstance(error, NoPermissionError) or in_script:
                 raise NotAllowed(
-                    f"Redis denies this command to this process: {error}",
+                    f"Redis denies this 
+<<<<<<< ours
+command to
+||||||| base
+allow
+=======
+permit
+>>>>>>> theirs
+ this process
+<<<<<<< ours
+
+||||||| base
+ that
+=======
+ to do that
+>>>>>>> theirs
+: {error}",
                     where=redact_password(self.url),
-                    fix="Run the same version of MeshRL on all hosts of a mesh. See "
-                    "common/state/hosts/acl.py for the commands of a role.",
+                    fix="Run 
+<<<<<<< ours
+the
+||||||| base
+tells
+=======
+lists
+>>>>>>> theirs
+ 
+<<<<<<< ours
+same
+||||||| base
+what
+=======
+the
+>>>>>>> theirs
+ 
+<<<<<<< ours
+version
+||||||| base
+its
+=======
+permissions
+>>>>>>> theirs
+ of 
+<<<<<<< ours
+MeshRL
+||||||| base
+may
+=======
+its
+>>>>>>> theirs
+ 
+<<<<<<< ours
+on
+||||||| base
+do.
+=======
+role.
+>>>>>>> theirs
+ all hosts of 
+<<<<<<< ours
+a mesh. See 
+||||||| base
+a 
+=======
+
+>>>>>>> theirs
+"
+                    "
+<<<<<<< ours
+common/state/hosts/acl.py
+||||||| base
+mesh must
+=======
+a mesh must
+>>>>>>> theirs
+ for the commands of a role.",
                 ) from error
-            full = isinstance(error, OutOfMemoryError | ReadOnlyError)
-            if not full and not str(error).startswith(DISK_FULL_PREFIXES):
+            is_full = isinstance(error, OutOfMemoryError | ReadOnlyError)
+            if not is_full and not str(error).startswith(DISK_FULL_PREFIXES):
                 raise error
             return StateUnavailable(
                 f"Redis rejects writes: {error}",
@@ -268,9 +348,57 @@ class StateClient:
             )
         if is_gated(self.url) and (isinstance(error, AUTH_ERRORS) or find_auth_error(error)):
             return StateUnavailable(
-                "Redis accepts no clients yet: the launcher is checking its state",
+                "Redis 
+<<<<<<< ours
+accepts
+||||||| base
+lets
+=======
+admits
+>>>>>>> theirs
+ no 
+<<<<<<< ours
+clients
+||||||| base
+in
+=======
+process
+>>>>>>> theirs
+ yet: the launcher 
+<<<<<<< ours
+is checking
+||||||| base
+looks whether it is as
+=======
+is checking whether it has
+>>>>>>> theirs
+ 
+<<<<<<< ours
+its
+||||||| base
+it
+=======
+lost
+>>>>>>> theirs
+ 
+<<<<<<< ours
+state
+||||||| base
+was
+=======
+data
+>>>>>>> theirs
+",
                 where=redact_password(self.url),
-                fix="Wait a moment; then read the launcher's output.",
+                fix="Wait a moment; if 
+<<<<<<< ours
+read
+||||||| base
+see
+=======
+it lasts, read
+>>>>>>> theirs
+ the launcher's output.",
             )
         return StateUnavailable(
             f"Redis does not answer: {error or type(error).__name__}",
@@ -302,8 +430,8 @@ def run_script_once(client: SyncRedisClient, script: str, keys: list[str], *args
     try:
         return _decode_reply(script, _evaluate(client, script, keys, *args))
     except (*UNREACHABLE_ERRORS, ResponseError) as error:
-        said = f"Redis does not answer: {error or type(error).__name__}"
-        raise StateUnavailable(said, fix="Check whether it runs (`meshrl status`).") from error
+        message = f"Redis does not answer: {error or type(error).__name__}"
+        raise StateUnavailable(message, fix="Check whether it runs (`meshrl status`).") from error
 
 
 def _evaluate(client: SyncRedisClient, script: str, keys: list[str], *args: Any) -> Any:
@@ -334,14 +462,38 @@ def find_auth_error(error: BaseException) -> BaseException | None:
 
 def _connection_error(url: str, error: BaseException) -> ConfigError:
     if isinstance(error, InvalidResponse):
-        said, fix = (
-            f"the server at this address is not Redis: {error}",
+        message, fix = (
+            f"the server at this address is 
+<<<<<<< ours
+not
+||||||| base
+no
+=======
+not a
+>>>>>>> theirs
+ Redis: {error}",
             "Check host and port",
         )
     else:
-        said = f"Redis rejects this process's login: {error}"
+        message = f"Redis 
+<<<<<<< ours
+rejects this process's
+||||||| base
+refuses
+=======
+rejects
+>>>>>>> theirs
+ 
+<<<<<<< ours
+login
+||||||| base
+us
+=======
+this connection
+>>>>>>> theirs
+: {error}"
         fix = "Write user and password into the URL: redis://USER:PASSWORD@HOST:PORT/0"
-    return ConfigError(said, where=redact_password(url), fix=fix)
+    return ConfigError(message, where=redact_password(url), fix=fix)
 
 
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode

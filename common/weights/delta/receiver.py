@@ -129,7 +129,7 @@ class _DeltaReceiver:
         Only deltas are returned that are faster than a pull and whose old chunk is on this host.
         """
 
-        def look() -> list[ChunkDelta]:
+        def select_available() -> list[ChunkDelta]:
             return [delta for delta in sooner if self._target_store.has(delta.old_chunk)]
 
         sooner = [
@@ -141,7 +141,9 @@ class _DeltaReceiver:
             )
         ]
         found: dict[str, list[ChunkDelta]] = {}
-        for delta in await self._mesh.host.run_blocking(look, deadline_s=APPLY_TIMEOUT_S):
+        for delta in await self._mesh.host.run_blocking(
+            select_available, deadline_s=APPLY_TIMEOUT_S
+        ):
             if self._missing.pop(delta.new_chunk, None) is not None:
                 found.setdefault(delta.blob, []).append(delta)
         return found

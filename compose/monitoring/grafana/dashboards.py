@@ -19,22 +19,22 @@ TROUBLE = "meshrl_(refused|repeated|failed|bad|late|casts_dropped).*_total"
 
 
 def figures(*names: str) -> tuple[tuple[str, str], ...]:
-    """Figures of the newest step of the job that is chosen."""
+    """Return the figures of the newest step of the chosen job."""
     return tuple((name, f'meshrl_job_last_step{{{JOB},of="{name}"}}') for name in names)
 
 
 def rate(name: str, labels: str, by: str) -> str:
-    """What comes a second; also of a gauge that only grows, as processes publish their sums."""
+    """Return the rate per second of a counter, or of a gauge that only grows."""
     return f"sum by ({by}) (rate({name}{{{labels}}}{MINUTES}))"
 
 
 def trajectories(fate: str) -> str:
-    """Trajectories of the chosen job a second, by what became of them."""
+    """Return the trajectories per second of the chosen job, by their outcome."""
     return rate("meshrl_job_trajectories", f'{JOB},fate="{fate}"', "fate")
 
 
 def share(fate: str) -> str:
-    """Which part of what was opened ends so."""
+    """Return the share of opened trajectories that end in this way."""
     opened = rate("meshrl_job_trajectories", f'{JOB},fate="opened"', "")
     return f"{trajectories(fate)} / on () {opened}"
 

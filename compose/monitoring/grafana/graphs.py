@@ -36,12 +36,12 @@ class Dashboard:
 
 
 def graph(title: str, about: str, *series: tuple[str, str], **how: Any) -> Graph:
-    """A panel with its series."""
+    """Return a panel with its series."""
     return Graph(title, about, series, **how)
 
 
 def model(dashboard: Dashboard) -> dict[str, Any]:
-    """The dashboard as Grafana reads it."""
+    """Return the dashboard as the JSON that Grafana reads."""
     return {
         "uid": dashboard.uid,
         "title": dashboard.title,

@@ -49,10 +49,10 @@ def resolve_listen_endpoint(listen: str, advertise: str = "") -> str:
     host = (found[1] or found[2]) if found else ""
     if found is None or (host in WILDCARD_HOSTS and not advertise):
         raise ConfigError(
-            f"{listen!r} names no one address by which other hosts reach this one",
+            f"{listen!r} is not a single address by which other hosts reach this host",
             where="--listen",
-            fix="Write an address or a name of this host: HOST, [HOST] of IPv6, HOST:LOW-HIGH; or "
-            "beside it --advertise NAME, by which they do",
+            fix="Set an address or name of this host: HOST, [HOST] for IPv6, HOST:LOW-HIGH; "
+            "or add --advertise NAME, the name by which they reach it",
         )
     address = f"[{host}]" if found[1] else resolve_host("0.0.0.0" if host == "*" else host)
     endpoint = f"tcp://{address}:{found[3] or '*'}"
@@ -64,7 +64,9 @@ def resolve_host(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError as error:
-        raise NoRoute(f"no host is called {host}: {error}", where="--listen") from error
+        raise NoRoute(
+            f"the host name {host} does not resolve: {error}", where="--listen"
+        ) from error
 
 
 def find_local_address(endpoint: str) -> str:
@@ -81,9 +83,9 @@ def find_local_address(endpoint: str) -> str:
             return format_host(str(probe.getsockname()[0]))
     except (OSError, ValueError) as error:
         raise NoRoute(
-            f"this host has no way to the head: {error}",
+            f"this host has no route to the head: {error}",
             where=endpoint,
-            fix="See whether the name resolves and the network is up, or name the address by "
+            fix="Check that the name resolves and the network is up, or set the address by "
             "which others reach this host: --listen HOST",
         ) from error
 
@@ -95,8 +97,8 @@ def require_bindable_endpoint(endpoint: str, process_count: int = 2) -> None:
     interface, tried = parse_listen_address(endpoint, "mesh.bind")
     if len(tried) < process_count and tried != EPHEMERAL_PORTS:
         raise ConfigError(
-            f"{endpoint!r} names one port, and a mesh has many processes",
-            fix="Write * in place of the port, or a range, LOW-HIGH",
+            f"{endpoint!r} has one port, but a mesh has many processes",
+            fix="Replace the port with *, or with a range, LOW-HIGH",
         )
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.ipv6 = interface.startswith("[")
@@ -104,8 +106,8 @@ def require_bindable_endpoint(endpoint: str, process_count: int = 2) -> None:
             router.bind(f"tcp://{interface}:*")
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"no process can listen at {endpoint!r}: {error.strerror}",
-                fix="Name an address of this host, as `ip address` lists them, or "
+                f"processes cannot listen at {endpoint!r}: {error.strerror}",
+                fix="Set an address of this host, as `ip address` lists them, or "
                 '"tcp://127.0.0.1:*"',
             ) from error
     # Bulk bytes have a plain socket, which knows addresses and names, and no interfaces.
@@ -123,8 +125,8 @@ def require_metrics_ports(address: str, process_count: int) -> None:
     free = _count_free_ports(interface, tried, process_count)
     if free < process_count:
         raise (AddressInUse if len(tried) >= process_count else ConfigError)(
-            f"{address!r} has {free} free ports, and the mesh some {process_count} processes",
-            fix="Take any port with HOST:*, a wider range with HOST:LOW-HIGH, or off",
+            f"{address!r} has {free} free ports, but the mesh has about {process_count} processes",
+            fix="Set HOST:* for any port, a wider range HOST:LOW-HIGH, or off",
         )
 
 
@@ -136,10 +138,10 @@ def require_free_ports(endpoint: str, port_count: int) -> None:
     free = _count_free_ports(interface, tried, port_count)
     if free < port_count:
         raise (AddressInUse if len(tried) >= port_count else ConfigError)(
-            f"{free} of the {len(tried)} ports of {endpoint!r} are free, and this host's processes "
-            f"take {port_count} with one job",
+            f"{free} of the {len(tried)} ports of {endpoint!r} are free, but this host's "
+            f"processes need {port_count} with one job",
             where="--listen",
-            fix="Take a wider range, HOST:LOW-HIGH with some for more jobs, or any port: HOST",
+            fix="Set a wider range, HOST:LOW-HIGH with ports for more jobs, or any port: HOST",
         )
 
 
@@ -170,6 +172,6 @@ def _require_bindable(interface: str, port: int) -> None:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         raise bind_error_type(error)(
-            f"no process can listen at {interface}:{port or '*'}: {error.strerror or error}",
-            fix="Name an address of this host, as `ip address` lists them, or 127.0.0.1",
+            f"processes cannot listen at {interface}:{port or '*'}: {error.strerror or error}",
+            fix="Set an address of this host, as `ip address` lists them, or 127.0.0.1",
         ) from error

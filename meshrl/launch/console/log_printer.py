@@ -205,9 +205,9 @@ def start_printing(mesh_paths: MeshPaths, log_name: str) -> None:
         log = open_log(mesh_paths.log_path(log_name))
     except OSError as error:
         raise ConfigError(
-            f"nothing can be written in {mesh_paths.root}: {error}",
+            f"{mesh_paths.root} is not writable: {error}",
             where="--root",
-            fix="Mount a volume there that this user may write",
+            fix="Mount a volume there that this user can write to",
         ) from error
     sys.stdout.flush()
     sys.stderr.flush()
@@ -278,7 +278,7 @@ class LogPrinter:
         except OSError as error:
             if self._last_error != str(error):
                 self._last_error = str(error)
-                self._print_event(f"the logs cannot be followed now: {error}", "error")
+                self._print_event(f"the logs cannot be followed: {error}", "error")
             return False
         return behind
 
@@ -304,7 +304,7 @@ class LogPrinter:
             for path, file in self._files.items():
                 if passed := file.skip_backlog(MAX_BACKLOG_BYTES):
                     unread = f"{passed} bytes of {path.name} were not printed"
-                    self._print_event(f"{unread}: nobody read fast enough", "warning")
+                    self._print_event(f"{unread}: the reader of the output is too slow", "warning")
                 if passed or not file.is_behind:  # its unread part would be lost without a notice
                     rotate_file_if_long(path)
         return any(file.is_behind for file in self._files.values())

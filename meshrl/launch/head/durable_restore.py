@@ -44,7 +44,7 @@ def configure_durable_copy(url: str, mesh_paths: MeshPaths) -> None:
         raise Refused(
             f"{found.public_url} holds the jobs of another mesh",
             where="durable.url",
-            fix=f"`meshrl up --resume {found.public_url}` goes on with them; or name another URL",
+            fix=f"Run `meshrl up --resume {found.public_url}` to resume them, or set another URL",
         )
     DurableCopyRecord(url, known or secrets.token_hex(OWNER_BYTES)).write(mesh_paths.directory)
 
@@ -63,8 +63,8 @@ def fetch_runs(url: str, mesh_paths: MeshPaths) -> list[Path]:
     }
     if not going_on:
         raise NotFound(
-            f"{copy.public_url} holds no job that goes on",
-            fix="Name the durable.url of the mesh that is gone",
+            f"{copy.public_url} holds no unfinished job",
+            fix="Pass the durable.url of the lost mesh",
         )
     known = DurableCopyRecord.read_from(mesh_paths.directory)
     if known is None or (known.url, known.owner) != (url, copy.current_owner):
@@ -88,7 +88,7 @@ def _read_lineage(copy: DurableCopy, job: str) -> int | None:
         standing = copy.read_document(f"{job_folder(job)}/standing.json")
         copy.read_document(f"{job_folder(job)}/job.json")
     except (CorruptData, NotFound) as error:
-        print(f"{job} is not in the copy as a whole, and left out: {error}", flush=True)
+        print(f"{job} is incomplete in the copy and is skipped: {error}", flush=True)
         return None
     ended = jobs.Phase(standing["phase"]) in jobs.TERMINAL_PHASES
     return None if ended else int(standing["lineage"])
@@ -104,10 +104,12 @@ def _fetch_run(copy: DurableCopy, job: str, mesh_paths: MeshPaths) -> Path:
         check_paths([folder, digest, *files])
     except BadMessage as error:
         raise CorruptData(
-            f"{job!r:.80} there is no job: {error.message}", where=copy.public_url
+            f"{job!r:.80} in the copy is not a valid job: {error.message}", where=copy.public_url
         ) from error
     if os.path.lexists(run_dir):
-        raise Refused(f"{run_dir} is there already", fix="Name another --root, or move it away")
+        raise Refused(
+            f"{run_dir} already exists", fix="Set another --root, or move the directory away"
+        )
     scratch = run_dir.with_name(f".{folder}.fetching")
     shutil.rmtree(scratch, ignore_errors=True)
     (scratch / "checkpoints").mkdir(parents=True)
@@ -133,7 +135,7 @@ def _fetch_checkpoint(copy: DurableCopy, job: str, directory: Path) -> None:
             for path, digest in held["files"].items():
                 copy.download(job, digest, scratch / path)
         except (BadMessage, CorruptData, NotFound) as error:
-            print(f"{name} of {job} is not used: {error}", flush=True)
+            print(f"{name} of {job} is unusable and is skipped: {error}", flush=True)
             shutil.rmtree(scratch, ignore_errors=True)
             continue
         scratch.mkdir(exist_ok=True)
@@ -149,7 +151,7 @@ def make_pending_restore(mesh_paths: MeshPaths) -> Callable[[StateClient], Await
         return None
     runs: list[dict[str, Any]] = read_json(path)["runs"]
 
-    async def tell(state: StateClient) -> None:
+    async def restore_pending(state: StateClient) -> None:
         there = {row.id for row in await jobs.read_jobs(state)}
         for one in runs:
             run_dir = Path(one["run"])
@@ -159,7 +161,7 @@ def make_pending_restore(mesh_paths: MeshPaths) -> Callable[[StateClient], Await
             seen = JobWatermark(lineage=int(one["lineage"]))
             checkpoint = await restore_job(state, run_dir, held["job"], held["document"], seen)
             at = checkpoint.name if checkpoint is not None else "its beginning"
-            print(f"{held['job']} goes on from {at}", flush=True)
+            print(f"{held['job']} resumes from {at}", flush=True)
         path.unlink()
 
-    return tell
+    return restore_pending

@@ -20,7 +20,7 @@ from meshrl.common.mesh.transport.keys import KeyPair
 from meshrl.directory.directory_paths import MeshPaths
 
 HEAD_FILE = "head.json"  # of `meshrl secrets`
-FILE_HINT = "Give the head.json of `meshrl secrets`, whole"
+FILE_HINT = "Pass the complete head.json of `meshrl secrets`"
 MAX_FILE_CHARS = 1 << 16  # characters: a file that is larger is none of ours
 
 
@@ -46,10 +46,10 @@ def read_head_secrets(path: Path) -> HeadSecrets:
             held["public"], held["secret"], [TokenRecord(**t) for t in held["tokens"]]
         )
         if KeyPair.from_secret(found.secret.encode()).public.decode() != found.public:
-            raise ValueError("its keys are no pair")
+            raise ValueError("its keys do not form a pair")
     except (CorruptData, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"it holds no secrets of a head: {error}", where=str(path), fix=FILE_HINT
+            f"the file has no valid secrets of a head: {error}", where=str(path), fix=FILE_HINT
         ) from None
     return found
 
@@ -68,8 +68,8 @@ def install_head_secrets(mesh_paths: MeshPaths, path: Path) -> None:
         GatewayIdentity("", "", given.public, given.secret).write(mesh_paths.directory)
     elif known.public != given.public:
         raise Refused(
-            f"the mesh in {mesh_paths.root} has a gateway's key of its own, and not that of {path}",
+            f"the mesh in {mesh_paths.root} has another gateway key than {path}",
             where="--secrets",
-            fix="Start it with the file that it was started with first, or without one "
-            "(`meshrl token create` makes more tokens); other secrets are for another --root",
+            fix="Start it with the secrets file of its first start, or without one (`meshrl "
+            "token create` makes more tokens). Use other secrets with another --root",
         )

@@ -142,7 +142,7 @@ class HostAdmission:
                 MeshError,
                 OSError,
             ) as error:  # a full disk, or its own file: the next check retries
-                print(f"{host}, which is away, cannot be let out: {error}", flush=True)
+                print(f"removing {host}, which is absent, failed: {error}", flush=True)
 
     async def _answer_request(self, request: HostRequest) -> Mapping[str, Any] | MeshError:
         try:
@@ -162,16 +162,16 @@ class HostAdmission:
             if request.kind == host_requests.LOCATE:
                 self._find_joined_host(request.arguments)
                 return self._describe_mesh()
-            return Refused(f"the launcher does not know what {request.kind!r:.40} is")
+            return Refused(f"the launcher received an unknown request, {request.kind!r:.40}")
         except (StateUnavailable, DeadlineExceeded):
             raise
         except MeshError as error:
             return error
         except (KeyError, TypeError, ValueError) as error:
-            return Refused(f"the launcher cannot read what was asked: {error!r}")
+            return Refused(f"the launcher received an invalid request: {error!r}")
         except OSError as error:
             return MeshError(
-                f"the launcher cannot do that: {error}", where=str(self._mesh_paths.directory)
+                f"the launcher's request failed: {error}", where=str(self._mesh_paths.directory)
             )
 
     async def _admit(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -186,7 +186,7 @@ class HostAdmission:
             joined = known
         elif known is not None or admitted.host in self._joined_hosts.departed_hosts:
             raise Refused(
-                f"a host called {admitted.host} is in the mesh, or was",
+                f"a host named {admitted.host} is or was in the mesh",
                 fix="Join from a new directory",
             )
         else:
@@ -211,7 +211,7 @@ class HostAdmission:
         """
         host = str(arguments["host"])
         if host not in self._joined_hosts.hosts:
-            raise NotFound(f"{host} was not let into the mesh", fix="`meshrl join` does that")
+            raise NotFound(f"{host} was not admitted to the mesh", fix="Run `meshrl join` on it")
         return self._joined_hosts.hosts[host]
 
     def _record_host(self, host: str, arguments: Mapping[str, Any], key: str) -> JoinedHost:
@@ -239,7 +239,9 @@ class HostAdmission:
         """
         was = host in self._joined_hosts.hosts
         if not was and host not in self._joined_hosts.departed_hosts:
-            raise NotFound(f"no host is called {host}", fix="`meshrl hosts` shows them")
+            raise NotFound(
+                f"the mesh has no host {host}", fix="Run `meshrl hosts` to list its hosts"
+            )
         if was:
             await self._host_access.expel_host(host)
             # Next, so that it is out for good whatever fails from here on.
@@ -251,11 +253,11 @@ class HostAdmission:
                     departed_hosts=(*self._joined_hosts.departed_hosts, host),
                 )
             )
-            why = f": it is ephemeral, and was away for {away_s:.0f} s" if away_s else ""
+            why = f": it is ephemeral and was absent for {away_s:.0f} s" if away_s else ""
             print(f"{host} has left{why}", flush=True)
         await pool.set_drain_reason(self._state, host, HOST_LEFT)
         forget = partial(members.remove_member, self._mesh_paths.directory / RECORDS_FILE, host)
-        async with self._clock.timeout(TOKEN_FILE_TIMEOUT_S, "the file of tokens"):
+        async with self._clock.timeout(TOKEN_FILE_TIMEOUT_S, "updating the token file"):
             await asyncio.to_thread(forget)  # blocks while another command holds the lock
         if was:
             await events.append(
@@ -270,7 +272,7 @@ class HostAdmission:
         if known.address != address:
             hosts = {**self._joined_hosts.hosts, host: replace(known, address=address)}
             self._write_hosts(replace(self._joined_hosts, hosts=hosts))
-            print(f"{host} is at {address} now", flush=True)
+            print(f"{host} has the new address {address}", flush=True)
         return await pool.set_drain_reason(self._state, host, "", expected=SHUTDOWN_NOTICE)
 
     def _write_hosts(self, joined_hosts: JoinedHosts) -> None:

@@ -57,7 +57,7 @@ async def restore_job(
     if find_committed(run_dir) is None and (run_dir / "metrics.jsonl").is_file():
         raise NotFound(
             f"{run_dir} has neither Redis data nor a checkpoint",
-            fix="Start over with `meshrl run JOB`",
+            fix="Run `meshrl run JOB` to start over",
         )
     told = read_run_watermark(run_dir, job).jobs.get(job)
     begun = watermark.has_begun or (told is not None and told.has_begun)
@@ -89,11 +89,11 @@ async def restore_all_jobs(state: StateClient, watermark: StateWatermark, requir
             document = read_json(run_dir / "job.json")["document"]
             checkpoint = await restore_job(state, run_dir, job, document, one)
         except (NotFound, CorruptData, ConfigError, OSError) as error:
-            errors.append(NotFound(f"{job} cannot go on: {error}", where=str(run_dir)))
+            errors.append(NotFound(f"{job} cannot resume: {error}", where=str(run_dir)))
             print(errors[-1], file=sys.stderr, flush=True)
             continue
         back += 1
         at = checkpoint.name if checkpoint is not None else "its beginning"
-        print(f"{job} starts again from {at}", flush=True)
+        print(f"{job} restarts from {at}", flush=True)
     if required and errors and not back:
         raise errors[0]

@@ -172,7 +172,7 @@ class Launcher(RootProcess):
     def unready_reason(self) -> str:
         """Reason why the launcher is not ready; empty if it is."""
         if self._recovery is not None:
-            return "Redis is not as it was, and all that acted on it starts anew"
+            return "Redis lost state, and all processes that used it are restarting"
         if (supervisor := self._redis.supervisor) is not None and not supervisor.children:
             return "redis is down"
         return super().unready_reason
@@ -234,7 +234,7 @@ class Launcher(RootProcess):
             not self._pending_recovery_reason or self._failed_recoveries > MAX_RECOVERY_TRIES
         ):
             self._services.fail(
-                f"redis is not as it was ({reason}), and the mesh cannot go on: {error}"
+                f"redis lost state ({reason}), and the mesh cannot recover: {error}"
             )
         else:
             self._start_pending_recovery()
@@ -251,9 +251,9 @@ class Launcher(RootProcess):
             and alive[0].run_root != str(self.mesh_paths.root)
         ):
             raise Refused(
-                f"another mesh ({alive[0].run_root}) lives in "
+                f"another mesh ({alive[0].run_root}) uses the Redis "
                 f"{embedded_server.redact_password(embedded_server.read_configured_url())}",
-                fix="Stop it with `meshrl down`, or use another Redis",
+                fix="Stop that mesh with `meshrl down`, or use another Redis",
             )
         for entry in alive:  # left by an earlier launcher, whose processes have just been ended
             await registry.evict(state, entry.name, entry.incarnation)
@@ -295,13 +295,13 @@ class Launcher(RootProcess):
         def write(path: Path, content: dict[str, Any]) -> None:
             self.settings.to_file(path)
 
-        async def tell(told: dict[str, Any]) -> None:
+        async def append_event(told: dict[str, Any]) -> None:
             await events.append(self.state, corruption.CORRUPTION_EVENT, told)
 
         own = (place.shape, place.directory / POOL_FILE, place.root_marker)
         documents = [WatchedDocument("mesh", path, place.root) for path in own]
         documents.append(WatchedDocument("mesh", place.settings, place.root, write=write))
-        await watch_documents(documents, self.clock, tell)
+        await watch_documents(documents, self.clock, append_event)
 
     def _plan_services(self) -> list[service_plan.ServiceSpec]:
         shape = self.shape

@@ -52,8 +52,8 @@ def read_shape(mesh_paths: MeshPaths) -> MeshShape:
         return MeshShape(**rename_keys(read_json(mesh_paths.shape), _OLD_KEYS))
     except (CorruptData, FileNotFoundError, TypeError) as error:
         raise ConfigError(
-            f"{mesh_paths.shape}, which says what the mesh is made of, is gone or damaged: {error}",
-            fix=f"meshrl up --root {mesh_paths.root}, with the options that it had, writes it anew",
+            f"{mesh_paths.shape}, the shape of the mesh, is missing or corrupt: {error}",
+            fix=f"Run `meshrl up --root {mesh_paths.root}` with its former options to rewrite it",
         ) from error
 
 
@@ -66,6 +66,7 @@ def read_pool_settings(mesh_paths: MeshPaths) -> PoolSettings:
         return PoolSettings()
     except (CorruptData, TypeError) as error:
         raise ConfigError(
-            f"{path}, the settings of the pool, is damaged: {error}",
-            fix=f"Delete it; meshrl up --root {mesh_paths.root} --config mesh.toml writes it anew",
+            f"{path}, the settings of the pool, is corrupt: {error}",
+            fix=f"Delete it, then run `meshrl up --root {mesh_paths.root} --config mesh.toml` "
+            "to rewrite it",
         ) from error

@@ -32,9 +32,7 @@ async def drain_host(
     """
     began = heard = clock.monotonic()
     until = began + timeout_s
-    print_line(
-        f"{member.host} is told to end: everything moves away from it first, for {timeout_s:g} s"
-    )
+    print_line(f"{member.host} received a stop order: it drains for up to {timeout_s:g} s")
     drains, left, silence = False, [""], ""
     works = began  # when it last did its work
     async with connect_gateway(member.member_token) as line:
@@ -42,7 +40,9 @@ async def drain_host(
             if not (why := unready_reason()):
                 works = now
             elif now - works > UNREADY_LIMIT_S:
-                print_line(f"{member.host} cannot wait, as what runs here has ended: {why}")
+                print_line(
+                    f"{member.host} stops draining, because its own processes have ended: {why}"
+                )
                 return False
             try:
                 limit_s = min(CALL_TIMEOUT_S, until - now)
@@ -50,11 +50,11 @@ async def drain_host(
                     await line.call(Gateway.drain, None, limit_s)
                 found = await line.call(Gateway.remaining, None, limit_s)
             except (NotAllowed, NotFound) as error:
-                print_line(f"{member.host} is no member of the mesh any more: {error.message}")
+                print_line(f"{member.host} is no longer a member of the mesh: {error.message}")
                 return False
             except MeshError as error:
                 if not silence:
-                    print_line(f"the head cannot be asked to move anything away: {error}")
+                    print_line(f"the drain request to the head failed: {error}")
                 silence = error.message
                 if clock.monotonic() - heard > HEAD_SILENCE_LIMIT_S:
                     return False
@@ -68,7 +68,8 @@ async def drain_host(
                     print_line(f"{member.host} waits for {', '.join(left)} to move away")
             await clock.sleep(min(POLL_S, max(0.0, until - clock.monotonic())))
     print_line(
-        f"{member.host} is not empty after {timeout_s:g} s: what is left begins anew elsewhere"
+        f"{member.host} is not empty after {timeout_s:g} s: its remaining work restarts on "
+        "other hosts"
     )
     return False
 
@@ -82,14 +83,14 @@ async def report_returned(member: Membership, clock: Clock, address: str) -> Non
         while True:
             try:
                 if await line.call(Gateway.back, address):
-                    print_line(f"{member.host} is used again")
+                    print_line(f"{member.host} accepts work again")
                 return
             except (NotAllowed, NotFound):
                 return  # the membership watcher reports it
             except MeshError as error:
                 if error.message != silence:
                     silence = error.message
-                    print_line(f"the head cannot be told that {member.host} is back: {error}")
+                    print_line(f"reporting the return of {member.host} to the head failed: {error}")
                 await clock.sleep(RETRY_S)
 
 
@@ -101,7 +102,7 @@ async def leave_mesh(member: Membership) -> bool:
         except (NotAllowed, NotFound):
             pass  # the mesh has forgotten the host
         except MeshError as error:
-            print_line(f"the head cannot be told that {member.host} leaves: {error}")
+            print_line(f"reporting to the head that {member.host} leaves failed: {error}")
             return False
     print_line(f"{member.host} has left the mesh")
     return True

@@ -71,15 +71,16 @@ def read_join_token(source: str | None) -> AccessToken:
     """
     if source is not None and source.strip().startswith(TOKEN_PREFIX):
         raise ConfigError(
-            "a token on a command line is seen by everybody on this host, and in its history",
-            fix=f"Put it into a file (chmod 600), or ${JOIN_ENV}, or pipe it to `meshrl join -`",
+            "a token on a command line is visible to all users of this host, and in the shell "
+            "history",
+            fix=f"Write it to a file (chmod 600), set ${JOIN_ENV}, or pipe it to `meshrl join -`",
         )
     told = source or os.environ.get(JOIN_ENV, "")
     if not told:
         raise NotFound(
-            "no token to join with was given",
-            fix="Copy mesh/join.token of the head here, or make one there with `meshrl token "
-            "create --host`; then `meshrl join FILE`",
+            "no join token was given",
+            fix="Copy mesh/join.token of the head here, or create one there with `meshrl "
+            "token create --host`; then run `meshrl join FILE`",
         )
     if told == "-":
         return access_token.read_token(
@@ -99,8 +100,8 @@ def _fetch_token(url: str) -> str:
         scheme not in PRIVATE_SCHEMES and not near
     ):  # nor is a chain of fsspec's, as zip://*::http://HOST
         raise ConfigError(
-            f"a token is a secret, and {scheme}:// shows it to the network, or may",
-            fix=f"https, or one of {', '.join(PRIVATE_SCHEMES)}",
+            f"a token is a secret, which {scheme}:// can expose to the network",
+            fix=f"Use https, or one of {', '.join(PRIVATE_SCHEMES)}",
         )
     try:
         files, path = fsspec.core.url_to_fs(url)  # `fsspec.open` takes a ? for a pattern
@@ -110,13 +111,13 @@ def _fetch_token(url: str) -> str:
     except (OSError, ValueError, ImportError, UnicodeDecodeError) as error:
         told = Url.parse(url)
         said = told.redact(str(error))
-        raise ConfigError(f"no token can be read there: {said}", where=told.public_url) from None
+        raise ConfigError(f"reading the token failed: {said}", where=told.public_url) from None
 
 
 def _require_token(text: str, source: str) -> str:
     if not text.strip().startswith(TOKEN_PREFIX):
         raise ConfigError(
-            f"what is there is no token, which begins with {TOKEN_PREFIX}",
+            f"the content is not a token: a token begins with {TOKEN_PREFIX}",
             where=Url.parse(source).public_url,
         )
     return text
@@ -129,8 +130,8 @@ HOST_PROGRAM = RootProgram(
     "meshrl.launch.hosts.host_launcher",
     LOG_NAME,
     120.0,
-    "this host's part did not start",
-    "it is not up",
+    "the mesh processes of this host did not start",
+    "the mesh processes of this host are not ready",
 )
 
 
@@ -158,24 +159,26 @@ def join_mesh(
         log_printer.start_printing(place, LOG_NAME)
     if offer.interface and not find_address(offer.interface):
         raise ConfigError(
-            f"no interface {offer.interface} with an address",
+            f"interface {offer.interface} does not exist or has no address",
             where="--interface",
-            fix="Take one that `ip address` shows with an address",
+            fix="Set one that `ip address` lists with an address",
         )
     known = membership.read_membership(place)
     if place.settings.is_file() and known is None:
         raise Refused(
-            f"{place.root} is the head of a mesh of its own", fix="Name another directory: --root"
+            f"{place.root} belongs to the head of another mesh", fix="Set another directory: --root"
         )
     if find_root_pid(place):
         host = known.host if known is not None else "a host"
         raise DirectoryLocked(
-            f"{host} runs in {place.root} already, and is in its mesh",
-            fix="`meshrl leave` ends that; --root DIR joins as another host",
+            f"{host} already runs in {place.root} and is in its mesh",
+            fix="Run `meshrl leave` first, or join as another host with --root DIR",
         )
     devices.find_usable_devices(offer.device, offer.workers)
     if offer.market not in MARKETS:
-        raise ConfigError(f"{offer.market!r} is no market", fix=f"Take one of {', '.join(MARKETS)}")
+        raise ConfigError(
+            f"{offer.market!r} is not a market", fix=f"Set one of {', '.join(MARKETS)}"
+        )
     if known is not None and offer.ephemeral and (token_source or os.environ.get(JOIN_ENV)):
         known = drop_stale_membership(
             place, known.with_address(_resolve_head_address(head_address, known.address))
@@ -192,7 +195,7 @@ def join_mesh(
         if head_address:
             _refresh_location(place, now)
         _update_addresses(place, now, back, offer)
-        print(f"{known.host} comes back", flush=True)
+        print(f"{known.host} rejoins its mesh", flush=True)
     else:
         back = None
         _request_membership(
@@ -205,7 +208,7 @@ def join_mesh(
     root_program.start_in_background(HOST_PROGRAM, place, "--health", health_address)
     took = "" if back is not None else f" in {time.time() - began_s:.1f} s"
     host = MeshSettings.from_file(place.settings).host
-    print(f"{host} is in the mesh{took}; `meshrl leave` ends that")
+    print(f"{host} has joined the mesh{took}; run `meshrl leave` to leave it")
     return 0
 
 
@@ -220,7 +223,7 @@ def drop_stale_membership(mesh_paths: MeshPaths, member: Membership) -> Membersh
     try:
         call_gateway(member.member_token, lambda line: line.call(Gateway.membership, None))
     except NotAllowed:
-        print(f"the mesh knows {member.host} no more", flush=True)
+        print(f"the mesh has removed {member.host}: this host joins under a new name", flush=True)
         membership.delete_membership(mesh_paths)
         return None
     return member
@@ -257,7 +260,7 @@ def _request_membership(
     create_private_directory(mesh_paths.directory)
     member.write(mesh_paths)
     address = parse_advertised_host(offer.advertise or bind)
-    print(f"asks the mesh at {ticket.address} to let this host in", flush=True)
+    print(f"requesting admission from the mesh at {ticket.address}", flush=True)
     about = (address, offer.workers, offer.accepts_standby, read_release(), offer.ephemeral)
     request = JoinHost(member.host, member.public_key, *about)
     try:
@@ -315,8 +318,8 @@ def _update_addresses(
     shape, settings, kept = apply_offer(shape, MeshSettings.from_file(mesh_paths.settings), offer)
     if kept:
         print(
-            f"{member.host} stays what it joined as: {', '.join(kept)}. For something else "
-            "`meshrl leave` first, then join with a new token",
+            f"{member.host} keeps the options of its first join: {', '.join(kept)}. To change "
+            "them, run `meshrl leave`, then join with a new token",
             flush=True,
         )
     listen, advertise = offer.listen or shape.listen, offer.advertise or settings.advertise
@@ -339,7 +342,7 @@ def _choose_bind_endpoint(token: AccessToken, listen: str, advertise: str, worke
 
 def _refresh_location(mesh_paths: MeshPaths, member: Membership) -> None:
     """Fetch the location of Redis, which may have changed with the head."""
-    print(f"asks the mesh at {member.address} where it is now", flush=True)
+    print(f"requesting the current location of Redis from the mesh at {member.address}", flush=True)
     asked = None
     try:
         told = call_gateway(member.member_token, lambda line: line.call(Gateway.whereabouts, asked))
@@ -373,8 +376,8 @@ def _filter_known_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def call_gateway(token: AccessToken, request: Callable[[GatewayConnection], Awaitable[T]]) -> T:
     """Return the gateway's answer to the holder of a token."""
 
-    async def asking() -> T:
+    async def run_request() -> T:
         async with connect_gateway(token) as line:
             return await request(line)
 
-    return asyncio.run(asking())
+    return asyncio.run(run_request())

@@ -107,9 +107,9 @@ class HostShape:
             return cls(**rename_keys(read_json(mesh_paths.shape), _OLD_KEYS))
         except (CorruptData, FileNotFoundError, TypeError) as error:
             raise ConfigError(
-                f"what this host gives its mesh is gone or damaged: {error}",
+                f"the file of this host's capacity is missing or corrupt: {error}",
                 where=str(mesh_paths.shape),
-                fix="`meshrl leave`, then join with a new token",
+                fix="Run `meshrl leave`, then join with a new token",
             ) from error
 
 
@@ -152,7 +152,7 @@ class HostLauncher(RootProcess):
             if back and (member := membership.read_membership(place)) is not None:
                 told = parse_advertised_host(self.settings.advertise or self.settings.bind)
                 telling = host_drain.report_returned(member, self.clock, told)
-                self._start_task(telling, "tell the mesh that this host is back")
+                self._start_task(telling, "report the return of this host")
             self._directory_lock.set_ready(ready=True)
         except BaseException:
             await self.stop()
@@ -212,16 +212,16 @@ class HostLauncher(RootProcess):
             else:
                 if await self._is_admitted(state):
                     return state
-                refused, why, where = True, "its Redis does not know this host", ""
+                refused, why, where = True, "its Redis has no record of this host", ""
                 await state.close()
             if refused and await self._is_removed():
                 raise make_expelled_error(self.settings.host)
             if self.clock.monotonic() > until:
                 raise StateUnavailable(
-                    f"the head of the mesh cannot be reached: {why}",
+                    f"the head of the mesh is unreachable: {why}",
                     where=where,
-                    fix="See whether it runs (`meshrl status` there), and whether this host's "
-                    "way to it is open",
+                    fix="Check that it runs (`meshrl status` there) and that this host can "
+                    "connect to it",
                 )
             await self.clock.sleep(POLL_S)
 
@@ -251,7 +251,7 @@ class HostLauncher(RootProcess):
                 return
             if refused and not told:
                 host_drain.print_line(
-                    f"Redis does not let {self.settings.host} in: it waits for the head"
+                    f"Redis rejects {self.settings.host}: it waits for the head to admit it"
                 )
             told = refused
 
@@ -295,7 +295,7 @@ class HostLauncher(RootProcess):
             "back": (back := not self.shape.join_requested_s),
         }
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
-            async with self.clock.timeout(EVENT_TIMEOUT_S, "an event"):
+            async with self.clock.timeout(EVENT_TIMEOUT_S, "appending the event"):
                 await events.append(self.state, "host_joined", fields)
         self.shape = replace(self.shape, join_requested_s=0.0)
         self.shape.write(self.mesh_paths)
@@ -304,9 +304,9 @@ class HostLauncher(RootProcess):
 
 def make_expelled_error(host: str) -> Refused:
     return Refused(
-        f"the mesh does not let {host} in: it was removed there, or its keys were revoked",
-        fix="`meshrl leave` here, then join with a new token (`meshrl token create --host` at "
-        "the head)",
+        f"the mesh rejects {host}: it was removed, or its keys were revoked",
+        fix="Run `meshrl leave` here, then join with a new token (`meshrl token create "
+        "--host` at the head)",
     )
 
 

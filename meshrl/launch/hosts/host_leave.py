@@ -23,7 +23,8 @@ def leave_mesh(root: Path | None, force: bool) -> None:
     if member is None:
         raise NotFound(
             f"no host in {place.root} has joined a mesh",
-            fix="`meshrl down` stops a mesh; `meshrl leave --root DIR` names a host's directory",
+            fix="Run `meshrl leave --root DIR` with a host's directory, or `meshrl down` to "
+            "stop a mesh",
         )
     shutdown.stop_root_process(place, leave_mesh=True)
     try:
@@ -35,10 +36,10 @@ def leave_mesh(root: Path | None, force: bool) -> None:
     except (PeerLost, DeadlineExceeded) as error:
         if not force:
             raise type(error)(
-                f"the head cannot be told that {member.host} leaves: {error.message}",
+                f"reporting to the head that {member.host} leaves failed: {error.message}",
                 where=error.where,
-                fix="Try again, or --force: then `meshrl keys revoke "
-                f"{member.host}` at the head makes it forget this host",
+                fix=f"Retry, or use --force, then run `meshrl keys revoke {member.host}` at "
+                "the head to remove this host",
             ) from error
     membership.delete_membership(place)
     print(f"{member.host} has left the mesh")

@@ -18,8 +18,8 @@ from meshrl.common.mesh.transport.keys import KeyPair
 from meshrl.directory.directory_paths import MeshPaths
 
 REPAIR_HINT = (
-    "`meshrl down` here, then join from a new directory with a token; `meshrl keys revoke` at "
-    "the head makes it forget what this host was"
+    "Run `meshrl down` here, then join from a new directory with a token. Run `meshrl keys "
+    "revoke` at the head to remove the former host"
 )
 CA_FILE_NAME = (
     "authority.pem"  # in the mesh's directory: the certificate that Redis' is signed with
@@ -65,7 +65,7 @@ class Membership:
         try:
             return KeyPair.from_secret(self.secret.encode()).public.decode()
         except ValueError as error:
-            raise ConfigError(f"this host's own key is none: {error}", fix=REPAIR_HINT) from None
+            raise ConfigError(f"this host's key is invalid: {error}", fix=REPAIR_HINT) from None
 
     def with_address(self, address: str) -> Membership:
         """Return a copy with another address of the gateway; unchanged for an empty address."""
@@ -99,7 +99,7 @@ def read_membership(mesh_paths: MeshPaths) -> Membership | None:
         return None
     except TypeError as error:
         raise documents.make_corrupt_error(
-            path, f"it is no membership: {error}", REPAIR_HINT
+            path, f"it is not a valid membership: {error}", REPAIR_HINT
         ) from error
 
 

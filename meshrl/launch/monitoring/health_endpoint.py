@@ -75,7 +75,7 @@ class HostMetricsPage:
         processes, ups = standing.list_processes() if where else [], [(root, True)]
         for process, page in zip(processes, scrape_pages(processes, where), strict=True):
             ups.append((process.labels, _add_process_page(merged, page, process.labels)))
-        merged.add([_make_gauge("up", "1 for a process that answers, or lives by its lease", ups)])
+        merged.add([_make_gauge("up", "1 for a process that answers, or has a valid lease", ups)])
         merged.add(self._collect_host())
         if (head := standing.find_head_snapshot()) is not None:
             merged.add(make_metric_families(head))
@@ -88,8 +88,8 @@ class HostMetricsPage:
         disks = list(_list_file_systems([self._root, *runs, SHARED_MEMORY]))
         free = [({"path": str(p)}, free) for p, free, _ in disks]
         size = [({"path": str(p)}, size) for p, _, size in disks]
-        yield _make_gauge("disk_free_bytes", "What may still be written there", free)
-        yield _make_gauge("disk_size_bytes", "The size of that file system", size)
+        yield _make_gauge("disk_free_bytes", "Free bytes of the file system at this path", free)
+        yield _make_gauge("disk_size_bytes", "Size of the file system at this path", size)
 
 
 def _add_process_page(
@@ -142,7 +142,7 @@ class MergedExposition:
         try:
             families = list(text_string_to_metric_families(text))
         except (KeyError, IndexError, AttributeError) as error:  # of its parser, too
-            raise ValueError(f"no page of metrics: {error}") from error
+            raise ValueError(f"invalid metrics page: {error}") from error
         for family in families:
             family.samples = [
                 s._replace(labels={**s.labels, **own, "job": s.labels.get("job") or own["job"]})
@@ -211,14 +211,14 @@ async def _fetch_page(host: str, port: int) -> str:
         while part := await reader.read(1 << 16):
             answer += part
             if len(answer) > MAX_PAGE_BYTES:
-                raise ValueError("it does not end")
+                raise ValueError("the page exceeds the size limit")
     finally:
         writer.transport.abort()
         with suppress(OSError):
             await writer.wait_closed()
     head, _, body = bytes(answer).partition(b"\r\n\r\n")
     if head.split(b" ")[1:2] != [b"200"]:
-        raise ValueError("it does not answer with a page")
+        raise ValueError("the answer is not status 200")
     return body.decode()
 
 

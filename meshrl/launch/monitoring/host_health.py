@@ -68,7 +68,9 @@ class HostHealth:
         self.watchdog = Watchdog(root.clock, stall_s)
         self._poll_s = poll_s
         self.snapshot = HostSnapshot()
-        self.redis_silence_reason = "nobody has asked Redis yet"  # why Redis is not known to answer
+        self.redis_silence_reason = (
+            "Redis has not been polled yet"  # why Redis is not known to answer
+        )
         self._unready_reason = ""
         self._planned_services: tuple[str, ...] = ()
         self._is_ready = False
@@ -90,16 +92,16 @@ class HostHealth:
 
     async def _poll(self, state: StateClient, settings: MeshSettings) -> None:
         try:
-            async with self._clock.timeout(REDIS_TIMEOUT_S, "looking at this host's processes"):
+            async with self._clock.timeout(REDIS_TIMEOUT_S, "reading this host's processes"):
                 found = await registry.list_entries(state)
                 draining = (await pool.read_drain_reasons(state)).get(settings.host, "")
                 mesh = await self._read_head(state) if self._read_head is not None else None
         except (StateUnavailable, DeadlineExceeded) as error:
             self.redis_silence_reason = f"Redis does not answer: {error.message}"
         except MeshError as error:  # Redis rejects this host, or takes no writes
-            self.redis_silence_reason = f"Redis refuses: {error.message}"
+            self.redis_silence_reason = f"Redis rejects this host: {error.message}"
         except Exception as error:  # of a bad row, or of Redis itself: the next poll may succeed
-            if self.redis_silence_reason != (why := f"what Redis holds cannot be read: {error!r}"):
+            if self.redis_silence_reason != (why := f"the data in Redis is unreadable: {error!r}"):
                 traceback.print_exc()
             self.redis_silence_reason = why
         else:
@@ -118,19 +120,19 @@ class HostHealth:
         if why := self.explain_not_live():
             return why
         if self._stop.is_set():
-            return "it is ending"
+            return "the host is stopping"
         if self._root.failed.is_set():
-            return f"it has given up: {self._root.failure_reason}"
+            return f"the host has failed: {self._root.failure_reason}"
         if not self._is_ready:
-            return "it is starting"
+            return "the host is starting"
         if why := self._unready_reason or self.redis_silence_reason:
             return why
         if (age_s := self._snapshot_age_s()) > MAX_AGE_S:
-            return f"nobody has asked Redis for {age_s:.0f} s"
+            return f"Redis has not been polled for {age_s:.0f} s"
         if self.snapshot.drain_reason:
-            return f"it is draining: {self.snapshot.drain_reason}"
+            return f"the host is draining: {self.snapshot.drain_reason}"
         silent = [p.service for p in self.list_processes() if not p.is_alive]
-        return f"{', '.join(silent)} renews no lease" if silent else ""
+        return f"{', '.join(silent)} does not renew its lease" if silent else ""
 
     def list_processes(self) -> list[MonitoredProcess]:
         """Return this host's processes with leases, and services that should run and do not."""

@@ -76,14 +76,14 @@ def explain_difference(directory: Path, extents: Mapping[str, Extent]) -> str:
             kind, number = _parse_kind(name), _parse_number(name)
             if any(_parse_kind(other) == kind and _parse_number(other) > number for other in parts):
                 continue
-            return f"{name} is no part of it any more"
+            return f"its manifest no longer lists {name}"
         path = directory / AOF_DIRECTORY / name
         size = path.stat().st_size if path.is_file() else 0
         if size < extent.length_bytes:
-            return f"{name} has {size} bytes, and had {extent.length_bytes}"
+            return f"{name} has {size} bytes, fewer than the recorded {extent.length_bytes}"
         read, summed = _extend_checksum(path, 0, Checksummer(), extent.length_bytes)
         if read != extent.length_bytes or summed.checksum.hex() != extent.checksum:
-            return f"{name} does not hold what was written"
+            return f"the content of {name} differs from what was written"
     return ""
 
 

@@ -152,7 +152,9 @@ class MeshRedis(SupervisorHooks):
             elif why:
                 self._report_rollback(why)
         await self._open_gate(DISK_SPACE_TIMEOUT_S)
-        self._tasks = [self._start_task("note how far redis has come", self._write_notes_forever())]
+        self._tasks = [
+            self._start_task("record the progress of redis", self._write_notes_forever())
+        ]
         if self._is_own_server:
             watching = redis_watchdog.watch_server(self._owner_url, self._clock, self._children)
             self._tasks.append(self._start_task("watch redis", watching))
@@ -160,7 +162,9 @@ class MeshRedis(SupervisorHooks):
                 cutting = redis_watchdog.kill_unauthenticated_clients(
                     self._owner_state, self._clock
                 )
-                self._tasks.append(self._start_task("cut strangers off from redis", cutting))
+                self._tasks.append(
+                    self._start_task("disconnect unauthenticated redis clients", cutting)
+                )
 
     async def start_empty(self, reason: str, space_timeout_s: float | None = None) -> None:
         """Quarantine the state and begin without it; `open_to_mesh` admits the mesh afterwards.
@@ -212,8 +216,8 @@ class MeshRedis(SupervisorHooks):
     def _required_users(self) -> RedisHostUsers:
         if self._users is None:
             raise Refused(
-                "this mesh is one host's alone",
-                fix="`meshrl up --listen HOST` starts one that others may join",
+                "this mesh accepts no other hosts",
+                fix="Run `meshrl up --listen HOST` to start a mesh that hosts can join",
             )
         return self._users
 
@@ -253,7 +257,7 @@ class MeshRedis(SupervisorHooks):
                 said = find_load_error(self._log, since)
                 if said:
                     await self._quarantine_data(
-                        f"it cannot be loaded: {said}", DISK_SPACE_TIMEOUT_S
+                        f"Redis cannot load its file: {said}", DISK_SPACE_TIMEOUT_S
                     )
                 elif not (first and await asyncio.to_thread(self._configuration.drop_taken_port)):
                     raise
@@ -285,7 +289,7 @@ class MeshRedis(SupervisorHooks):
     async def on_start(self, child: ChildProcess) -> None:
         self._children[:] = [child]
         if not self._is_starting:
-            looking = self._start_task("look at redis", self._check_restarted_server(child))
+            looking = self._start_task("check redis", self._check_restarted_server(child))
             self._tasks = [task for task in self._tasks if not task.done()] + [looking]
 
     async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
@@ -297,7 +301,7 @@ class MeshRedis(SupervisorHooks):
         self._mesh_paths.redis_directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         await self._owner_hooks.on_exit(child, child_exit)
         if said:
-            self._on_rollback(f"it cannot be loaded: {said}")
+            self._on_rollback(f"Redis cannot load its file: {said}")
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
         await self._owner_hooks.on_give_up(spec, why)
@@ -329,7 +333,7 @@ class MeshRedis(SupervisorHooks):
     def _start_task(self, name: str, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task; report its failure to the owner by name, as its work stops."""
 
-        async def told() -> None:
+        async def run_and_report() -> None:
             try:
                 await coroutine
             except Exception as error:
@@ -339,7 +343,7 @@ class MeshRedis(SupervisorHooks):
                 await self._owner_hooks.on_critical_loss("redis")
                 raise
 
-        return asyncio.create_task(told(), name=name)
+        return asyncio.create_task(run_and_report(), name=name)
 
     def _read_log_length(self) -> int:
         return self._log.stat().st_size if self._log.is_file() else 0
@@ -402,7 +406,7 @@ class MeshRedis(SupervisorHooks):
 
     async def _write_note(self) -> str:
         """Note the progress; return why the state is older than it was, or an empty text."""
-        async with self._clock.timeout(NOTE_TIMEOUT_S, "a look at how far Redis has come"):
+        async with self._clock.timeout(NOTE_TIMEOUT_S, "reading the progress of Redis"):
             found, why = await self._progress.check_rollback(self._owner_state, reads_records=False)
             if why:
                 return why
@@ -434,7 +438,7 @@ class MeshRedis(SupervisorHooks):
                 if space_timeout_s is not None and self._clock.monotonic() >= until:
                     raise
                 if not said:
-                    print(f"the mesh waits: {error}", file=sys.stderr, flush=True)
+                    print(f"the mesh waits for disk space: {error}", file=sys.stderr, flush=True)
                 said = True
                 await self._clock.sleep(redis_watchdog.CHECK_INTERVAL_S)
 
@@ -455,9 +459,9 @@ class MeshRedis(SupervisorHooks):
                 self._quarantined_path = corruption.quarantine(place.redis_directory, place.root)
         except OSError as error:
             raise StorageFull(
-                f"the file of Redis cannot be set aside: {error}",
+                f"quarantining the Redis files failed: {error}",
                 where=str(place.redis_directory),
-                fix="Make room on its disk",
+                fix="Free disk space there",
             ) from error
 
     def _report_rollback(self, reason: str) -> None:
@@ -466,6 +470,8 @@ class MeshRedis(SupervisorHooks):
             True,
             True,
         )
-        where = f"; its file lies in {self._quarantined_path}" if self._quarantined_path else ""
-        print(f"redis is not as it was: {reason}{where}", file=sys.stderr, flush=True)
-        print(f"what follows: {corruption.RECOVERY_BY_KIND['redis']}", file=sys.stderr, flush=True)
+        where = (
+            f"; its files were moved to {self._quarantined_path}" if self._quarantined_path else ""
+        )
+        print(f"redis lost state: {reason}{where}", file=sys.stderr, flush=True)
+        print(f"recovery: {corruption.RECOVERY_BY_KIND['redis']}", file=sys.stderr, flush=True)

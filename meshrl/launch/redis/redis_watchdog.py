@@ -88,7 +88,11 @@ async def wait_until_ready(
         except NO_ANSWER_ERRORS:
             await clock.sleep(0.03)
     said = " / ".join(read_tail(log, 3)) if log else ""
-    fix = f"Its log {log} ends: {said}" if log else "See what $MESHRL_REDIS_URL names"
+    fix = (
+        f"Check its log {log}, which ends: {said}"
+        if log
+        else "Check the server that $MESHRL_REDIS_URL names"
+    )
     where = embedded_server.redact_password(url)
     raise StateUnavailable("Redis does not start", where=where, fix=fix)
 

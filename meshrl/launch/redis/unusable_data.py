@@ -51,5 +51,7 @@ async def rename_keys(state: StateClient, jobs: Iterable[str], timestamp_ms: int
             if str(cursor) == "0":
                 break
     print(
-        f"the names of its keys begin with aside:{timestamp_ms}: now", file=sys.stderr, flush=True
+        f"the former keys of Redis were renamed with the prefix aside:{timestamp_ms}:",
+        file=sys.stderr,
+        flush=True,
     )

@@ -70,7 +70,7 @@ class MeshForkServer(SupervisorHooks):
         self._socket.unlink(missing_ok=True)
         await self.supervisor.start()
         if not self._is_disabled:
-            self._watch_task = asyncio.create_task(self._watch(), name="watch the nursery")
+            self._watch_task = asyncio.create_task(self._watch(), name="watch the fork server")
 
     async def wait_until_listening(self) -> None:
         """Wait while it imports: a process that imports by itself takes as long."""
@@ -126,8 +126,8 @@ class MeshForkServer(SupervisorHooks):
     def _check_configured_path(self) -> None:
         named = self.environment[FORK_SERVER_ENV]
         if self._is_disabled and named != FORK_SERVER_OFF and not Path(named).exists():
-            self._warn_unavailable(f"nothing is at {named}, which ${FORK_SERVER_ENV} names")
+            self._warn_unavailable(f"{named}, which ${FORK_SERVER_ENV} names, does not exist")
 
     def _warn_unavailable(self, reason: str) -> None:
-        slower = "processes start in seconds, not milliseconds"
-        print(f"no nursery: {slower}: {reason}", file=sys.stderr)
+        slower = "processes start in seconds instead of milliseconds"
+        print(f"no fork server: {slower}: {reason}", file=sys.stderr)

@@ -90,7 +90,7 @@ def count_host_ports(workers: int) -> int:
 
 
 def make_planner(name: str, is_standby: bool) -> ServiceSpec:
-    purpose = "stands by" if is_standby else "decides who computes what where"
+    purpose = "on standby" if is_standby else "places instances on workers"
     return _make_service(name, "meshrl.services.planner", purpose, "--name", name)
 
 
@@ -125,7 +125,7 @@ def _make_service(name: str, module: str, purpose: str, *arguments: str) -> Serv
 def make_gateway(listen: str, advertise: str) -> ServiceSpec:
     words = ("--listen", listen, "--advertise", advertise)
     return _make_service(
-        "gateway", "meshrl.services.gateway", "the door for who holds a token", *words
+        "gateway", "meshrl.services.gateway", "the endpoint for clients with a token", *words
     )
 
 
@@ -139,7 +139,7 @@ def describe_processes(config: JobConfig) -> list[tuple[str, str]]:
     shards = config.rollout.shards
     rows = [
         ("redis", "state; every write is on disk before it is acknowledged"),
-        ("nursery", "has imported what the others need; forks them in milliseconds"),
+        ("fork server", "imports the modules of other processes and forks them in milliseconds"),
     ]
     rows += [(s.name, s.purpose) for s in plan_job_services(config)]
     rows += [
@@ -149,7 +149,7 @@ def describe_processes(config: JobConfig) -> list[tuple[str, str]]:
     rows += [
         (
             process_names.sandbox_name(config.name, i),
-            "tools and rewards, killable; the model's code in jails",
+            "tools and rewards in killable processes; model code in jails",
         )
         for i in range(config.sandbox_count)
     ]

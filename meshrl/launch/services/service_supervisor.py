@@ -169,8 +169,8 @@ class HostServices(SupervisorHooks):
             if self._clock.monotonic() > until:
                 absent = ", ".join(missing) or f"{worker_count - there} workers"
                 raise DeadlineExceeded(
-                    f"{absent} did not come up within {READY_TIMEOUT_S:g} s",
-                    fix=f"See the logs in {self._mesh_paths.logs}",
+                    f"{absent} did not start within {READY_TIMEOUT_S:g} s",
+                    fix=f"Check the logs in {self._mesh_paths.logs}",
                 )
             await self._clock.sleep(POLL_S)
 
@@ -215,7 +215,7 @@ class HostServices(SupervisorHooks):
         if pids := await leftover_processes.kill_leftovers(
             self._mesh_paths.settings.resolve(), GRACE_S, spared
         ):
-            print(f"ended {len(pids)} processes that had not stopped: {pids}", file=sys.stderr)
+            print(f"killed {len(pids)} processes that had not stopped: {pids}", file=sys.stderr)
 
     def close(self) -> None:
         if self._exit_reports is not None:
@@ -229,12 +229,12 @@ class HostServices(SupervisorHooks):
     def watch_task(self, task: asyncio.Task[Any], description: str) -> None:
         """Fail the host's part of the mesh if a permanent task ends with an error."""
 
-        def ended(task: asyncio.Task[Any]) -> None:
+        def report_error(task: asyncio.Task[Any]) -> None:
             error = None if task.cancelled() else task.exception()
             if error is not None:
                 self.fail(f"the task to {description} failed: {type(error).__name__}: {error}")
 
-        task.add_done_callback(ended)
+        task.add_done_callback(report_error)
 
     def _detach_supervisor(self) -> Supervisor | None:
         supervisor, self._supervisor = self._supervisor, None
@@ -288,7 +288,7 @@ class HostServices(SupervisorHooks):
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
         said = "" if spec.name in self._explained_exits else f" ends: {read_log_end(spec.log)}"
-        self.failure_reason = f"{spec.name} does not stay up: {why}; its log {spec.log}{said}"
+        self.failure_reason = f"{spec.name} exits repeatedly: {why}; its log {spec.log}{said}"
 
     async def on_critical_loss(self, name: str) -> None:
         self.failed.set()

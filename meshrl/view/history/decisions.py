@@ -80,7 +80,7 @@ class PlannerDecision:
     def summary(self) -> str:
         """Decision as one line."""
         said = format_figures(self.inputs)
-        return f"{self.action}: {self.rule or 'no rule is given'}" + (f" ({said})" if said else "")
+        return f"{self.action}: {self.rule or 'no rule recorded'}" + (f" ({said})" if said else "")
 
 
 def format_figures(values: Mapping[str, Any], limit: int = MAX_FIGURES) -> str:
@@ -111,7 +111,7 @@ def _describe_desired_role(fields: Mapping[str, Any]) -> str:
     """Return a text of the desired role and its workers."""
     on = ", ".join(fields["workers"])
     if fields["role"] == Role.IDLE:
-        return f"{fields.get('from_role') or 'what was there'} leaves {on}"
+        return f"{fields.get('from_role') or 'the former role'} leaves {on}"
     role = "core" if fields.get("core") else str(fields["role"])
     tier = fields["tier"]
     asleep = {Tier.ACCELERATOR: "", Tier.ABSENT: ", as a checkpoint"}.get(

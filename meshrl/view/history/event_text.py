@@ -36,16 +36,17 @@ ALERT_KINDS = {
 EVENT_TEXTS = {
     "lost": "worker {worker} is lost: {reason}",
     "host_back": "host {host} is back",
-    "worker_gave_up": "{name} does not stay up: {why}",
+    "worker_gave_up": "{name} exits repeatedly: {why}",
     "unrecorded": "the run is not recorded: {why}",
-    "durable_failed": "what another head would go on from is not copied: {error}",
-    "durable_taken_over": "another mesh has taken over {url}: nothing is copied there any more",
-    "version_copy_failed": "a version is not copied to {url}: {error}",
+    "durable_failed": "the durable copy, from which another head can resume, failed: {error}",
+    "durable_taken_over": "another mesh has taken over {url}: this mesh copies nothing there "
+    "any more",
+    "version_copy_failed": "copying a version to {url} failed: {error}",
     "weights_quota": "weights.quota_gb: {why}. {fix}",
-    "weights_refused": "training waits, as weights.quota_gb is too little: {why}. {fix}",
-    "history_lost": "history_lost: events after {since} up to {through} are on no record; "
-    "the account goes on from Redis' rows",
-    "move_declined": "a move was declined: {reason}",
+    "weights_refused": "training waits: weights.quota_gb is too small: {why}. {fix}",
+    "history_lost": "history_lost: events after {since} up to {through} were lost; the "
+    "account continues from rows in Redis",
+    "move_declined": "the planner rejected a move: {reason}",
 }
 
 
@@ -62,16 +63,18 @@ def format_event(event: Event) -> str:
     if event.kind == "move":
         line = f"{f['gang']} moved from {f['from']} to {f['to']}"
         if f.get("undone"):
-            return f"{f['gang']} is {f['from']} again: it did not become {f['to']} in time"
+            return (
+                f"{f['gang']} is {f['from']} again: its move to {f['to']} exceeded the time limit"
+            )
         if f.get("policy") in SPEEDUP_RULES:
             times = f"rollout {float(f['rollout_s']):.2f} s, training {float(f['train_s']):.2f} s"
             return f"{line}: {times} a step"
         return f"{line} ({f.get('policy', '')})"
     if is_unexpected_exit(event):
         error, count = failure_text(f.get("error", {})), int(f.get("times", 1))
-        how = f"ended by {error}" if error else f"ended ({f['why']})"
+        how = f"exited with {error}" if error else f"exited ({f['why']})"
         often = f", {count} times so far" if count > 1 else ""
-        then = "it is not started again" if f.get("final") else f"it starts again{often}"
+        then = "it will not restart" if f.get("final") else f"it restarts{often}"
         return f"{f['name']} {how}; {then}"
     if event.kind == ADMISSION:
         return f"the job is {f['held']}" if f["held"] else "the job runs"
@@ -87,11 +90,13 @@ def format_event(event: Event) -> str:
     if event.kind == corruption.CORRUPTION_EVENT:
         return corruption.describe_event(f)
     if event.kind == "storage_full":
-        return f"{f['why']} It was so for {float(f['seconds']):.0f} s"
+        return f"{f['why']} The disk was full for {float(f['seconds']):.0f} s"
     if event.kind == MOVE_OUTCOME_EVENT:
         return move_outcomes.format_move(decode_move_outcome(event.ms, f))
     if event.kind == "epoch":
-        return f"redis was away for {float(f.get('away_ms', 0)) / 1000:.0f} s; leases were kept"
+        return (
+            f"redis was unavailable for {float(f.get('away_ms', 0)) / 1000:.0f} s; leases were kept"
+        )
     return ""
 
 

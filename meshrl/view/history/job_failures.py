@@ -101,7 +101,7 @@ def format_count(failure: FailureKind) -> str:
     """Return a kind with its counts."""
     where = f" ({failure.where})" if failure.where else ""
     during = " in evaluation" if failure.evaluation else ""
-    calls = f", {failure.calls} calls given up" if failure.calls else ""
+    calls = f", {failure.calls} calls abandoned" if failure.calls else ""
     return f"{failure.kind}{during} {failure.count}{calls}{where}"
 
 

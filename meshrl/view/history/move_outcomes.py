@@ -73,9 +73,9 @@ def describe_prediction(prediction: JobPrediction) -> list[str]:
             + (said and f": {said}")
         )
     if prediction.bottleneck:
-        found.append(f"what binds is {prediction.bottleneck}")
+        found.append(f"the bottleneck is {prediction.bottleneck}")
     if prediction.median_error is not None:
         found.append(
-            f"predictions of moves were off by {100 * prediction.median_error:.0f} % (median)"
+            f"the error of predicted moves is {100 * prediction.median_error:.0f} % (median)"
         )
     return found + [said for said in (prediction.verdict, prediction.expert_split_reason) if said]

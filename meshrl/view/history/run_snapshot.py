@@ -157,7 +157,7 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
         alerts=tuple(history.alerts),
         failures=history.failures.kinds,
         error=reading.job.error,
-        no_progress_reason=f"{quiet}. `meshrl status --stalled` says more." if quiet else "",
+        no_progress_reason=f"{quiet}. Run `meshrl status --stalled` for details." if quiet else "",
     )
     return replace(
         shot,
@@ -192,7 +192,10 @@ def _find_disk_wait(entries: Sequence[RegistryEntry]) -> str:
     waits = ((e.name, str(w["what"])) for e in entries if e.alive for w in e.waits)
     for name, what in waits:
         if what.startswith("room "):
-            return f"a disk is full: {name} waits for {what}. Make room: it goes on by itself."
+            return (
+                f"a disk is full: {name} waits for {what}. Free disk space: it continues on "
+                "its own."
+            )
     return ""
 
 

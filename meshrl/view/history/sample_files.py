@@ -50,7 +50,7 @@ def list_corrupt(run_dir: Path) -> list[str]:
     wrong = {
         path: sum(decode_row(line) is None for line in lines) for path, lines in counts.items()
     }
-    return [f"{path}: {count} samples cannot be read" for path, count in wrong.items() if count]
+    return [f"{path}: {count} samples are unreadable" for path, count in wrong.items() if count]
 
 
 def find_file_ends(run_dir: Path) -> dict[Path, int]:

@@ -83,7 +83,7 @@ def make_processes_table(mesh: MeshSnapshot) -> Table:
 def make_workers_table(mesh: MeshSnapshot) -> Table:
     """Return a table with a row for each instance of each worker, and for each idle worker."""
     table = console_tables.make_table(
-        "worker", "on", "gang", "resident", "job", "role", "tier", "state", ""
+        "worker", "on", "gang", "instance", "job", "role", "tier", "state", ""
     )
     residents = {resident.id: resident for _, resident in mesh.instances}
     for line in list_worker_lines(mesh):
@@ -91,8 +91,8 @@ def make_workers_table(mesh: MeshSnapshot) -> Table:
         if (one := residents.get(line.instance)) is not None:
             notes = [
                 line.activity if one.role != Role.SCORING else "",
-                "by turns" if one.time_sliced else "",
-                "placed by hand" if one.pinned else "",
+                "time-sliced" if one.time_sliced else "",
+                "placed manually" if one.pinned else "",
                 one.detail,
                 line.gpu_text,
             ]
@@ -113,8 +113,8 @@ def make_workers_table(mesh: MeshSnapshot) -> Table:
 def format_exits(mesh: MeshSnapshot) -> list[str]:
     """Return which processes ended unexpectedly, a line each."""
     return [
-        f"{end.name} ended {(mesh.now_ms - end.at_ms) / 1000:.0f} s ago"
-        + (f", {end.times} times in all" if end.times > 1 else "")
+        f"{end.name} exited {(mesh.now_ms - end.at_ms) / 1000:.0f} s ago"
+        + (f", {end.times} times in total" if end.times > 1 else "")
         + f": {end.description}"
         for end in mesh.last_exits
     ]
@@ -125,7 +125,7 @@ def list_copy_errors(entries: Sequence[RegistryEntry]) -> list[str]:
     kept = {
         "durable_trouble": "durable copy",
         "copies_trouble": "weights.copies of",
-        "deltas_trouble": "training.deltas, so that versions go in full",
+        "deltas_trouble": "training.deltas (versions are sent in full)",
     }
     told = ((e.stats.get(key), what) for e in entries if e.alive for key, what in kept.items())
     return [f"{what}: {trouble}" for trouble, what in told if trouble]
@@ -134,7 +134,7 @@ def list_copy_errors(entries: Sequence[RegistryEntry]) -> list[str]:
 def list_quota_errors(entries: Sequence[RegistryEntry]) -> list[str]:
     """Return which jobs' next versions exceed their quotas in the store."""
     told = (str(e.stats.get("quota_trouble", "")) for e in entries if e.alive)
-    why = "`meshrl weights list RUN` says what stays"
+    why = "Run `meshrl weights list RUN` to see the stored versions"
     return [f"weights.quota_gb: {trouble}. {why}" for trouble in told if trouble]
 
 
@@ -169,7 +169,7 @@ def make_moves_table(outcomes: Iterable[MoveOutcome]) -> Table:
 
 HOST_COLUMNS = (
     *("host", "state", "address", "since", "workers", "services"),
-    *("busy", "trip", "clock", ""),
+    *("busy", "redis", "clock", ""),
 )
 MOVE_COLUMNS = (
     *("judged", "step", "gang", "moved", "rule"),
@@ -190,7 +190,7 @@ def make_hosts_table(rows: list[HostRow]) -> Table:
             if set(row.accepted_services) == set(ALL_SERVICES)
             else f" {' '.join(row.accepted_services) or 'none'}"
         )
-        notes = ["head" if row.head else "", f"{row.planner} stands by" if row.planner else ""]
+        notes = ["head" if row.head else "", f"{row.planner} on standby" if row.planner else ""]
         since = datetime.fromtimestamp(row.since_s).strftime("%m-%d %H:%M") if row.since_s else ""
         made.add_row(
             row.host,

@@ -46,9 +46,9 @@ CURVE_WIDTH = 60
 MAX_OTHER_JOBS = 6  # other jobs that are shown by name
 # Texts for the end of a problem, by the field of a snapshot that reports it.
 RESOLVED_TEXTS = {
-    "disk_full_reason": "there is room on the disk again",
+    "disk_full_reason": "the disk has free space again",
     "block_reason": "the job runs",
-    "no_progress_reason": "the job comes further again",
+    "no_progress_reason": "the job makes progress again",
     "stale_reason": "redis answers again",
 }
 
@@ -203,7 +203,7 @@ def _render_progress(snapshot: RunSnapshot) -> RenderableType:
         if warming
         else f"step {snapshot.step}/{snapshot.steps}"
     )
-    to_go = f"about {format_duration(snapshot.eta_s)} to go" if snapshot.eta_s is not None else ""
+    to_go = f"about {format_duration(snapshot.eta_s)} left" if snapshot.eta_s is not None else ""
     line = Table.grid(padding=(0, 2), expand=True)
     line.add_column(no_wrap=True)
     line.add_column(ratio=1)
@@ -242,7 +242,7 @@ def _render_learning(snapshot: RunSnapshot) -> RenderableType:
 
 def _render_workers(snapshot: RunSnapshot) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("worker", "on", "gang", "role", "tier", "state", "doing"):
+    for column in ("worker", "on", "gang", "role", "tier", "state", "activity"):
         table.add_column(column, no_wrap=True, header_style="dim")
     for line in snapshot.worker_lines:
         mine = line.job in ("", snapshot.job)
@@ -274,7 +274,7 @@ def format_tier(line: WorkerLine) -> str:
 def format_hidden_workers(hidden: HiddenWorkers) -> str:
     """Return how many workers are not shown, and why."""
     parts = [f"{hidden.busy_elsewhere} for other jobs"] if hidden.busy_elsewhere else []
-    parts += [f"{hidden.idle} more that are idle"] if hidden.idle else []
+    parts += [f"{hidden.idle} more are idle"] if hidden.idle else []
     return f"workers not shown: {', '.join(parts)}" if parts else ""
 
 

@@ -35,13 +35,13 @@ def print_samples(
     """Print samples of a run. Raises NotFound when it has none and `follow` is not set."""
     read_to = find_file_ends(run_dir)
     for line in list_corrupt(run_dir):
-        print(f"damaged: {line}; the others are shown", file=sys.stderr)
+        print(f"corrupt: {line}; readable samples follow", file=sys.stderr)
     found = [s for s in read_samples(run_dir) if step is None or s["step"] == step]
     if not found and not follow:
         of = "" if step is None else f" of step {step}"
         raise NotFound(
             f"{run_dir} has no samples{of} yet",
-            fix="they come as trajectories end; --follow waits for them",
+            fix="Wait until trajectories end, or wait here with --follow",
         )
     console = Console(highlight=False, soft_wrap=True)
     for sample in select_samples(found, order, limit):

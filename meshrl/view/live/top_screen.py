@@ -49,7 +49,7 @@ def render_tables(frame: MeshFrame) -> list[RenderableType]:
 def render_jobs(frame: MeshFrame) -> list[RenderableType]:
     """Return the jobs of a frame, their rates, and why some are blocked."""
     if not frame.jobs:
-        return [Text("no job goes on", style="dim")]
+        return [Text("no job is running", style="dim")]
     parts: list[RenderableType] = [_make_jobs_table(frame.jobs), _make_rates_table(frame.jobs)]
     whys = [f"{job.job} is {job.block_reason}" for job in frame.jobs if job.block_reason]
     whys += [
@@ -72,7 +72,7 @@ def render_jobs(frame: MeshFrame) -> list[RenderableType]:
 
 def _make_jobs_table(jobs: Sequence[JobFrame]) -> Table:
     table = console_tables.make_table(
-        "job", "phase", "step", "steps/min", "reward", "", "workers", "a step"
+        "job", "phase", "step", "steps/min", "reward", "", "workers", "predicted step"
     )
     for job in jobs:
         predicted = "-"  # seconds a step
@@ -118,14 +118,14 @@ def format_move(move: MoveFrame) -> str:
         else ""
     )
     return (
-        f"{move.gang} moves from {move.from_role} to {move.to_role}{rule} since "
-        f"{move.elapsed_s:.0f} s, undone in {move.remaining_s:.0f} s if it is not complete{then}"
+        f"{move.gang} moves from {move.from_role} to {move.to_role}{rule}: {move.elapsed_s:.0f} s "
+        f"so far, undone in {move.remaining_s:.0f} s if incomplete{then}"
     )
 
 
 def _make_instances_table(instances: Sequence[InstanceFrame]) -> Table:
     table = console_tables.make_table(
-        "gang", "workers", "job", "resident", "role", "tier", "state", "tp", "doing"
+        "gang", "workers", "job", "instance", "role", "tier", "state", "tp", "activity"
     )
     for one in instances:
         role = "training" if one.role == "core" else one.role

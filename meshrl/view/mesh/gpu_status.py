@@ -40,7 +40,7 @@ def format_gpu(stats: Mapping[str, Any]) -> str:
         parts.append(f"{used:.0f} of {stats['total_bytes'] / GIB:.0f} GiB")
     parts += [text.format(stats[name]) for name, text in FIGURE_FORMATS.items() if name in stats]
     if reasons := stats.get("throttle_reasons"):
-        parts.append(f"slowed by {', '.join(reasons)}")
+        parts.append(f"throttled by {', '.join(reasons)}")
     if errors := stats.get("ecc_uncorrected"):
         parts.append(f"{errors} uncorrected memory errors")
     return ", ".join(parts)
@@ -56,7 +56,7 @@ def list_gpu_problems(mesh: MeshSnapshot) -> list[str]:
         if found.get("lost"):
             lines.append(f"{who} is lost")
         elif errors := found.get("ecc_uncorrected"):
-            lines.append(f"{who} has had {errors} uncorrected memory errors")
+            lines.append(f"{who} had {errors} uncorrected memory errors")
     return lines
 
 
@@ -72,4 +72,4 @@ def format_gpu_event(fields: Mapping[str, Any]) -> str:
         parts.append(f"{count} uncorrected memory errors")
     if xids := fields.get("xids"):
         parts.append(f"XID {', '.join(map(str, xids))}")
-    return f"{who} has had {' and '.join(parts)}: drain its host, and look at `nvidia-smi -q`"
+    return f"{who} had {' and '.join(parts)}: drain its host and check `nvidia-smi -q`"

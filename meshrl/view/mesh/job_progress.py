@@ -49,7 +49,7 @@ def describe_position(job: JobRow) -> str:
     """Return the phase and step of a job that makes no progress."""
     steps = job.document.get("budget", {}).get("steps", "?")
     return (
-        "no group, step or evaluation has come; the job is in phase "
+        "no group, step or evaluation has completed; the job is in phase "
         f"{str(job.phase).replace('_', ' ')}, at step {job.steps_done} of {steps}"
     )
 
@@ -72,7 +72,7 @@ def describe_activity(entry: RegistryEntry, now_ms: float) -> str:
     if waits:
         wait = waits[0]
         since_s = (now_ms - wait["since_ms"]) / 1000
-        said.append(f"waits for {wait['on']} ({wait['what']}) since {since_s:.0f} s")
+        said.append(f"waits for {wait['on']} ({wait['what']}) for {since_s:.0f} s")
     else:
-        said.append("waits for nobody")
+        said.append("waits for no process")
     return f"{entry.name} ({entry.pid}): {', '.join(said)}"

@@ -99,7 +99,7 @@ def _check_instance(
         rank = next(r for r in instance.ranks if not replace(instance, ranks=(r,)).is_reconciled)
         report = instance.reports.get(rank)
         if report is None or report.generation != instance.generation:
-            said = f"it has said nothing of {instance.id} yet"
+            said = f"it has not reported {instance.id} yet"
         else:
             detail = f": {report.detail}" if report.detail else ""
             said = f"{instance.id} is {report.phase} at {report.tier}{detail}"
@@ -111,7 +111,10 @@ def _check_instance(
 
 def _describe_desired_role(gang: Gang, instance: Instance) -> str:
     role = "core" if instance.core and instance.role == Role.TRAINING else instance.role
-    return f"{role} of {instance.job} to be at {instance.tier} on {', '.join(gang.workers)}"
+    return (
+        f"to bring the {role} instance of {instance.job} to {instance.tier} on "
+        f"{', '.join(gang.workers)}"
+    )
 
 
 def _check_service(
@@ -132,10 +135,10 @@ def _check_service(
         return
     what, end = f"to start {name}", last_exits.get(name)
     if end is not None:
-        reason = f"{name} has ended: {end.description}"
-        yield OverdueDecision(name, "to be up", since_ms / 1000, reason, job.id)
+        reason = f"{name} has exited: {end.description}"
+        yield OverdueDecision(name, "to run", since_ms / 1000, reason, job.id)
     else:
-        reason = f"{name} is planned on {host}, and is not there"
+        reason = f"{name} is assigned to {host}, but does not run there"
         alone = _explain_no_host(
             hosts, parse_service_name(name)[0], derive_requirements(job.document)
         )

@@ -39,7 +39,7 @@ def find_offload_error(entries: Iterable[RegistryEntry]) -> str:
     """Return why an engine cannot offload keys and values; empty if it can."""
     for entry in entries:
         for why in (entry.stats.get("kv") or {}).get("refused", []):
-            return f"{entry.name} cannot keep keys and values: {why}"
+            return f"{entry.name} cannot offload keys and values: {why}"
     return ""
 
 
@@ -53,6 +53,6 @@ def format_prefix_figures(figures: Mapping[str, float]) -> str:
     moved = (figures.get("bytes_in", 0.0) + figures.get("bytes_out", 0.0)) / 1e9
     said = ", ".join(loaded) or "none"
     return (
-        f"{said}; {again:,} computed again; {moved:,.2f} GB moved, "
+        f"{said}; {again:,} recomputed; {moved:,.2f} GB moved, "
         f"{figures.get('saved_s', 0.0):,.1f} s of prefill saved"
     )

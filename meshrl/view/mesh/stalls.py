@@ -101,7 +101,7 @@ def make_redis_stall(since_s: float, reason: str = "redis does not answer") -> l
 
     Nothing else can be known, and all processes wait for it. `reason`: its own words.
     """
-    return [Stall("everyone", "redis", "any command", since_s, reason)]
+    return [Stall("all processes", "redis", "any command", since_s, reason)]
 
 
 class _WaitGraph:
@@ -154,7 +154,7 @@ class _WaitGraph:
                 lost and entry.name not in self._desired_processes
             )  # something else does its work
             if OVERDUE_MS < age < REPORTED_FOR_MS and not _has_left(entry) and not replaced:
-                reason = f"{self.explain_unwell(entry.name)}; overdue, nobody waits"
+                reason = f"{self.explain_unwell(entry.name)}; overdue, but no process waits for it"
                 yield Stall(
                     "", entry.name, "its lease", age / 1000, reason, self._find_job(entry.name)
                 )
@@ -167,7 +167,7 @@ class _WaitGraph:
         """
         for name, (process, since_ms) in self._stopped.items():
             if (job := self._find_job(process)) not in self._blocked_jobs:
-                reason = f"{self.explain_unwell(name)}; nobody waits"
+                reason = f"{self.explain_unwell(name)}; no process waits for it"
                 yield Stall("", name, "to run", (self.now_ms - since_ms) / 1000, reason, job)
 
     def find_failing(self) -> Iterator[Stall]:
@@ -177,26 +177,29 @@ class _WaitGraph:
             there = entry is not None and entry.alive
             if age < REPORTED_FOR_MS and end.error.get("type") and not (there and end.times == 1):
                 reason = (
-                    f"it has ended {_format_times(end.times)}, the last time by {end.description}"
+                    f"it has exited {_format_times(end.times)}, the last time with "
+                    f"{end.description}"
                 )
-                yield Stall("", end.name, "to stay up", age / 1000, reason, end.job)
+                yield Stall("", end.name, "to keep running", age / 1000, reason, end.job)
 
     def explain_unwell(self, name: str) -> str:
         """Return why a process cannot be expected to answer; empty when it renews (or is no
         process).
         """
         if name == DISK_WAIT:
-            return self._disk_full_reason or "a disk is full. Make room there: it goes on by itself"
+            return self._disk_full_reason or (
+                "a disk is full. Free disk space there: the process continues on its own"
+            )
         if name == QUOTA_WAIT:
             return (
-                "its versions have reached weights.quota_gb. `meshrl weights list RUN` says what "
-                "stays and why: unpin some, or raise it; it goes on by itself"
+                "its versions have reached weights.quota_gb. Run `meshrl weights list RUN`, "
+                "then unpin versions or raise the quota; training continues on its own"
             )
         entry = self.entries.get(name)
         if entry is None:
             end = self.last_exits.get(name)  # before it came
             gone = (
-                f"{name} has ended {_format_times(end.times)}: {end.description}"
+                f"{name} has exited {_format_times(end.times)}: {end.description}"
                 if end is not None
                 else ""
             )
@@ -206,7 +209,7 @@ class _WaitGraph:
             gone_s = (self.now_ms - entry.expires_ms) / 1000
             why = self.last_exits[name].description if name in self.last_exits else ""
             why = f": {why}" if why else ""
-            return f"{name} ended {gone_s:.1f} s ago and is not back{why}"
+            return f"{name} exited {gone_s:.1f} s ago and has not restarted{why}"
         if not entry.alive:
             return (
                 f"{name}{self._format_host(entry)} lost its lease; last renewed "
@@ -220,7 +223,10 @@ class _WaitGraph:
             return stop
         still_ms = float(entry.stats.get("loop_lag_ms", 0.0))
         if still_ms > OVERDUE_MS:
-            return f"{name} renews, but its event loop has stood still for {still_ms / 1000:.1f} s"
+            return (
+                f"{name} renews its lease, but its event loop has been blocked for "
+                f"{still_ms / 1000:.1f} s"
+            )
         return ""
 
     def _explain_stop(self, name: str) -> str:
@@ -277,16 +283,20 @@ class _WaitGraph:
         if since_s * 1000 > self._wait_limit_ms(wait):
             chain, circle = self._follow_oldest_waits(wait["on"], [waiter])
             culprit = chain[-1]
-            end = "they wait in a circle" if circle else f"{culprit} renews but does not answer"
+            end = (
+                "deadlock: these processes wait for each other"
+                if circle
+                else f"{culprit} renews its lease but does not answer"
+            )
             if culprit not in self.entries:
                 is_name = " " not in culprit or culprit == ANY_ENGINE  # other causes are in words
-                end = f"{culprit} has not come" if is_name else "it has not ended yet"
+                end = f"{culprit} has not started" if is_name else "it has not finished yet"
             if (
                 wait["what"] == ACQUIRE_SLICE
                 and culprit == wait["on"]
                 and not culprit.startswith("worker/")
             ):
-                end = f"{culprit} has the turn and has not given it back"
+                end = f"{culprit} holds the time slice and has not released it"
             yield Stall(waiter, culprit, wait["what"], since_s, _format_chain(chain, end), job)
 
     def _find_unwell_chain(self, name: str, path: list[str]) -> list[str]:

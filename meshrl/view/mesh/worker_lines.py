@@ -106,7 +106,7 @@ def _describe_activity(
     if tier in (Tier.MEMORY, Tier.DISK):
         return "asleep"
     if instance.role == Role.TRAINING:
-        return ("core" if not rank else f"core, rank {rank}") if instance.core else "helper"
+        return ("core" if not rank else f"core, rank {rank}") if instance.core else "hybrid"
     if instance.role == Role.SCORING:
         return "frozen models"
     said = stats.get(role_process_name(instance))

@@ -59,7 +59,7 @@ def make_metric_families(head: HeadSnapshot) -> Iterator[Any]:
         for role in {resident.role for resident in gang.instances} or {Role.IDLE}
     )
     by_role = [((str(role),), roles[role]) for role in Role]
-    yield _make_gauge("gangs", "Gangs by what resides on them", ("role",), by_role)
+    yield _make_gauge("gangs", "Gangs by the role of their instances", ("role",), by_role)
     busy = Counter((BUSY if w.gang else IDLE) if w.alive else AWAY for w in mesh.workers)
     by_state = [((state,), busy[state]) for state in (BUSY, IDLE, AWAY)]
     yield _make_gauge("workers", "Workers by state", ("state",), by_state)
@@ -69,11 +69,11 @@ def make_metric_families(head: HeadSnapshot) -> Iterator[Any]:
     )
     whats = Counter(stall.what for stall in head.stalls)
     yield _make_gauge(
-        *("stalls", "What is waited for too long, as `meshrl status --stalled` says"),
+        *("stalls", "Overdue waits, as `meshrl status --stalled` lists them"),
         *(("what",), [((what,), n) for what, n in whats.items()]),
     )
     yield _make_gauge(
-        *("process_ends", "Times that a process of this name has ended unasked"),
+        *("process_ends", "Unexpected exits of processes with this name"),
         *(("service", "job"), [((e.name, e.job), e.times) for e in mesh.last_exits]),
     )
 
@@ -83,9 +83,9 @@ def _make_job_gauges(mesh: MeshSnapshot) -> Iterator[Any]:
     yield _make_gauge("job_steps", "Steps done", job, [((r.id,), r.steps_done) for r in rows])
     budgets = ((row.id, row.document.get("budget", {}).get("steps")) for row in rows)
     to_do = [((id,), steps) for id, steps in budgets if isinstance(steps, int | float)]
-    yield _make_gauge("job_steps_budget", "Steps that it is to do", job, to_do)
+    yield _make_gauge("job_steps_budget", "Steps in the budget of a job", job, to_do)
     yield _make_gauge(
-        *("job_phase", "1 for the phase that a job is in"),
+        *("job_phase", "1 for the current phase of a job"),
         *(("job", "phase"), [((r.id, str(r.phase)), 1.0) for r in rows]),
     )
     held = [
@@ -95,7 +95,10 @@ def _make_job_gauges(mesh: MeshSnapshot) -> Iterator[Any]:
     ]
     yield _make_gauge("job_held", "1 for a job that waits or is paused", ("job", "why"), held)
     yield _make_gauge(
-        *("job_step_age_seconds", "Since its last step, or since it began or went on"),
+        *(
+            "job_step_age_seconds",
+            "Seconds since the last step of a job, or since its start or resumption",
+        ),
         *(
             job,
             [
@@ -106,12 +109,12 @@ def _make_job_gauges(mesh: MeshSnapshot) -> Iterator[Any]:
         ),
     )
     yield _make_gauge(
-        *("job_trajectories", "Trajectories of a job by their fate"),
+        *("job_trajectories", "Trajectories of a job by outcome"),
         ("job", "fate"),
         [((r.id, fate), getattr(r, fate)) for r in rows for fate in COUNT_FIELDS],
     )
     yield _make_gauge(
-        *("job_last_step", "Figures of a job's newest step"),
+        *("job_last_step", "Figures of the newest step of a job"),
         ("job", "of"),
         [
             ((id, of), float(value))

@@ -30,11 +30,11 @@ UNRECORDED_GRACE_MS = 10_000  # a group is in the ledger so soon after its admis
 ACCOUNT_TERMS = {
     "opened": "trajectories admitted",
     "trained": "in exactly one optimizer step of the final lineage",
-    "filtered": "consumed by a step, without variance in their group",
-    "stale_requeued": "older than the staleness bound; their prompts went back",
-    "host_lost": "their host or environment was lost; their prompts went back",
-    "typed_drops": "a tool, reward or rollout failed for good",
-    "in_flight": "without a fate yet",
+    "filtered": "consumed by a step; their groups had no reward variance",
+    "stale_requeued": "older than the staleness bound; their prompts were requeued",
+    "host_lost": "their host or environment was lost; their prompts were requeued",
+    "typed_drops": "a tool, reward or rollout failed permanently",
+    "in_flight": "no outcome yet",
     **VIOLATIONS,
 }
 
@@ -62,9 +62,10 @@ def audit_run(run_dir: Path) -> dict[str, Any]:
             )
     if url:
         raise Refused(
-            f"the run at {url} had not ended when it was copied last: what tells of its groups "
-            "under way is on the host that runs it",
-            fix="Audit it there; or, when it has ended, move this directory away and audit the URL",
+            f"the run at {url} had not ended at its last copy: the records of its groups in "
+            "flight are on its run host",
+            fix="Audit it on that host; or, after it has ended, move this directory away and "
+            "audit the URL",
         )
     return account_for_run(run_dir, events, job)
 
@@ -78,10 +79,9 @@ def account_for_run(run_dir: Path, events: list[Event], job: str) -> dict[str, A
 def describe_wrong_account(run_dir: Path, discrepancy: str) -> str:
     """Return the message about a run whose account is wrong."""
     return (
-        f"the account of {run_dir.name} is wrong: {discrepancy}. Do not rely on what was "
-        "trained since. "
-        f"Keep {run_dir} as it is, see its events.jsonl for `damaged` and `restored`, and start "
-        "over with `meshrl run JOB`, or go on from a copy that was made before"
+        f"the account of {run_dir.name} is wrong: {discrepancy}. Do not rely on steps trained "
+        f"since then. Keep {run_dir} unchanged and check `damaged` and `restored` in its "
+        "events.jsonl. Start over with `meshrl run JOB`, or resume an earlier copy"
     )
 
 
@@ -172,7 +172,7 @@ def print_audit(run_dir: Path, as_json: bool) -> int:
     """Print the account; return 1 when something was lost or done twice."""
     run_dir = require_run(run_dir)
     for line in list_corrupt_files(run_dir):
-        print(f"damaged: {line}; what can be read of it is counted", file=sys.stderr)
+        print(f"corrupt: {line}; its readable part is counted", file=sys.stderr)
     counted = audit_run(run_dir)
     if as_json:
         print(json.dumps(counted))

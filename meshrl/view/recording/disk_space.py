@@ -33,7 +33,7 @@ class DiskSpaceWaiter:
         """Return True to give up; print once what is waited for."""
         if reason != self._last_message:
             self._last_message = reason
-            print(f"waiting for room: {reason}", file=sys.stderr, flush=True)
+            print(f"waiting for disk space: {reason}", file=sys.stderr, flush=True)
         return self._has_given_up()
 
     async def wait(self) -> None:

@@ -76,17 +76,17 @@ class OutputCopier:
         """
         rest = asyncio.create_task(self._copy_rest(committed), name="rest of out")
 
-        async def ended() -> None:
+        async def wait_for_timeout() -> None:
             await stop.wait()
             await self._clock.sleep(STOP_TIMEOUT_S)
 
-        too_long = asyncio.create_task(ended(), name="end of out")
+        too_long = asyncio.create_task(wait_for_timeout(), name="end of out")
         try:
             await asyncio.wait([rest, too_long], return_when=asyncio.FIRST_COMPLETED)
             if rest.done():
                 rest.result()
             else:
-                why = f"it took longer than the {STOP_TIMEOUT_S:g} s that a mesh waits when it ends"
+                why = f"it exceeded the {STOP_TIMEOUT_S:g} s that a mesh waits when it stops"
                 self.error = _describe_incomplete(why)
         finally:
             self.abandon()
@@ -95,8 +95,8 @@ class OutputCopier:
             await asyncio.wait([rest, too_long])
         if not self.error:
             return ""
-        by_hand = f"copy {self._run_dir} to {self.public_url} by hand, without its mesh/ and store/"
-        return f"{self.error}; {by_hand}, unless `meshrl resume` goes on with it"
+        by_hand = f"copy {self._run_dir} without mesh/ and store/ to {self.public_url} manually"
+        return f"{self.error}; {by_hand}, or run `meshrl resume`, which continues the copy"
 
     def abandon(self) -> None:
         """Stop writing to the URL: the current copy does not continue with the next file."""
@@ -212,11 +212,11 @@ class OutputCopier:
     def _require_open(self) -> None:
         """Raise Refused when nothing more is to be written."""
         if self._is_closed:
-            raise Refused("its copying has ended")
+            raise Refused("the copy has been closed")
 
 
 def _describe_incomplete(reason: str) -> str:
-    return f"not all that the run has made is at its `out`: {reason}"
+    return f"some files of the run are missing at its `out`: {reason}"
 
 
 def _is_own_file(name: str) -> bool:

@@ -131,7 +131,11 @@ class Recorder:
         try:
             return read(path)
         except (CorruptData, KeyError, TypeError, ValueError, AttributeError) as error:
-            why = error.message if isinstance(error, CorruptData) else f"it is no {kind}: {error!r}"
+            why = (
+                error.message
+                if isinstance(error, CorruptData)
+                else f"it is not a valid {kind} file: {error!r}"
+            )
             aside = corruption.quarantine(path, self.run_dir)
             then = corruption.RECOVERY_BY_KIND[kind]
             self._pending_events.append(
@@ -164,12 +168,12 @@ class Recorder:
         now, refused = self._clock.monotonic(), ""
         try:
             await self._repair()
-            async with self._clock.timeout(POLL_TIMEOUT_S, "a look at the run"):
+            async with self._clock.timeout(POLL_TIMEOUT_S, "reading the run"):
                 self.snapshot = await self._read_snapshot()
             self._silent_since_s = None
         except (StateUnavailable, DeadlineExceeded):
             self._silent_since_s = self._silent_since_s or now
-            silent = f"redis does not answer for {now - self._silent_since_s:.0f} s"
+            silent = f"redis has not answered for {now - self._silent_since_s:.0f} s"
             if self.snapshot is not None:
                 self.snapshot = replace(self.snapshot, stale_reason=silent, elapsed_s=self.wall_s)
         except NotFound:  # Redis went back, and has not been given its jobs again
@@ -199,7 +203,7 @@ class Recorder:
             }
             self._disk_full_reason, self._disk_full_since_s = "", None
             with contextlib.suppress(StateUnavailable, DeadlineExceeded):
-                async with self._clock.timeout(POLL_TIMEOUT_S, "a note in the event stream"):
+                async with self._clock.timeout(POLL_TIMEOUT_S, "appending to the event stream"):
                     await events.append(self.mesh.state, "storage_full", fields)
         if self.snapshot is not None:
             self.snapshot = replace(
@@ -219,13 +223,13 @@ class Recorder:
             await room.wait()
             await self.poll()
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
-            async with self._clock.timeout(POLL_TIMEOUT_S, "a count of what is in flight"):
+            async with self._clock.timeout(POLL_TIMEOUT_S, "counting trajectories in flight"):
                 counted = asdict(await groups.count_in_flight(self.mesh.state, self.job))
             mark = {"event": self.record.last_event_id, "events": self.record.event_count} | counted
             if await room.write_when_space(
                 lambda: write_json(self.run_dir / RECORD_END_FILE, mark)
             ):
-                async with self._clock.timeout(POLL_TIMEOUT_S, "a note of where the record ends"):
+                async with self._clock.timeout(POLL_TIMEOUT_S, "recording the end of the record"):
                     await self._record_cursor(
                         has_left=self.snapshot is not None and self.snapshot.is_terminal
                     )

@@ -134,7 +134,7 @@ class RunRecordWriter:
         done, there = find_last_recorded_step(found), find_last_step(self.recent_rows)
         if there < done:  # rows precede the events of their steps
             self.faults.setdefault(
-                METRICS_FILE, f"it ends with step {there} of {done} that were recorded"
+                METRICS_FILE, f"it ends at step {there}, but {done} steps were recorded"
             )
         self.last_event_id = str(found[-1]["id"]) if found else "0"
         self._expected_events = self._events.content.next_number  # lines up to `last`
@@ -152,7 +152,7 @@ class RunRecordWriter:
             record_end.event
         ) > events.parse_event_id(self.last_event_id):
             self.faults.setdefault(
-                EVENTS_FILE, f"it ends before event {record_end.event}, which was recorded"
+                EVENTS_FILE, f"it ends before the recorded event {record_end.event}"
             )
             self.last_event_id, self._expected_events = record_end.event, record_end.event_count
 
@@ -208,9 +208,9 @@ class RunRecordWriter:
         known, gone = await host.run_blocking(
             self._merge_events, found.rows, streamed, deadline_s=REPAIR_TIMEOUT_S
         )
-        then = "made again from the event stream in Redis"
+        then = "rebuilt from the event stream in Redis"
         if gone > 0:
-            then = f"{gone} of its events are lost: the event stream in Redis has them no more"
+            then = f"{gone} of its events are lost: the event stream in Redis no longer has them"
         if gone > 0 and self._reported_loss_at != self.last_event_id:
             since = str(found.rows[found.intact_rows - 1]["id"]) if found.intact_rows else "0"
             lost = HistoryLost(then, since=since, through=self.last_event_id)
@@ -252,10 +252,11 @@ class RunRecordWriter:
             return [found[step] for step in sorted(found)]
 
         kept = await host.run_blocking(union, deadline_s=REPAIR_TIMEOUT_S)
-        then = "made again from the steps in Redis"
+        then = "rebuilt from the steps in Redis"
         if len(kept) < find_last_step(kept):
             then = (
-                f"{find_last_step(kept) - len(kept)} of its steps are lost: Redis has them no more"
+                f"{find_last_step(kept) - len(kept)} of its steps are lost: Redis no longer "
+                "has them"
             )
         aside = await host.run_blocking(
             self._metrics.replace, kept, self.run_dir, deadline_s=REPAIR_TIMEOUT_S

@@ -58,13 +58,13 @@ def make_health_figures(rows: StepRows, events: Sequence[Event]) -> list[Figure]
     """Return figures for a job that does not learn: failures first, then the gradient's parts."""
     failed = extract_column(rows, "failed_share") or compute_failure_shares(events)
     spread = "standard deviation of the rewards within a group"
-    kl = [Series("from the policy that sampled", extract_column(rows, "kl"))]
+    kl = [Series("from the sampling policy", extract_column(rows, "kl"))]
     for key, label in (("reference_kl", "from the reference"), ("teacher_kl", "from the teacher")):
         if points := extract_column(rows, key):
             kl.append(Series(label, points))
     clipped = [
-        Series("made likelier", extract_column(rows, "clipped_high")),
-        Series("made unlikelier", extract_column(rows, "clipped_low")),
+        Series("raised probability", extract_column(rows, "clipped_high")),
+        Series("lowered probability", extract_column(rows, "clipped_low")),
     ]
     speed = [
         Series("rolled out", compute_rates(rows, "tokens")),

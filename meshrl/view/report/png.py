@@ -27,8 +27,8 @@ def require_matplotlib() -> None:
     """Raise NotFound, with the command that installs it, when matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise NotFound(
-            "PNG files are drawn by matplotlib, which is not installed",
-            fix=f"`{sys.executable} -m pip install 'meshrl[plots]'`",
+            "PNG files require matplotlib, which is not installed",
+            fix=f"Run `{sys.executable} -m pip install 'meshrl[plots]'`",
         )
 
 

@@ -44,9 +44,9 @@ def write_report(run_dir: Path) -> None:
     """Write the page of a run that is over. Raises NotFound, CorruptData, StorageFull."""
     if not (run_dir / SUMMARY_FILE).is_file():
         raise NotFound(
-            f"the run in {run_dir} is not over: it has no {SUMMARY_FILE}",
-            fix="its report.html is written while it goes on; `meshrl resume` ends one that was "
-            "cut off",
+            f"the run in {run_dir} has not ended: it has no {SUMMARY_FILE}",
+            fix="Open its report.html, which a running job keeps current; run `meshrl resume` "
+            "to complete an interrupted run",
         )
     found, (job, document) = read_json(run_dir / SUMMARY_FILE), read_job(run_dir)
     events, rows = read_events(run_dir), thin_rows(iterate_rows(run_dir / METRICS_FILE))

@@ -183,12 +183,12 @@ async def write_results(
         page = render_page(found, rows, evaluations, events, document, kept_samples=kept)
         await room.write_when_space(lambda: write_page(run_dir, page))
     if document.get("tracking", {}).get("trace"):
-        with guard("the trace, which `meshrl trace` writes at any time,"):
+        with guard("the trace, which `meshrl trace` can write later,"):
             await asyncio.to_thread(
                 traced.write_trace, run_dir, run_dir / traced.TRACE_FILE, events
             )
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
-        with guard("the export of the model, which `meshrl export` repeats,"):
+        with guard("the export of the model, which `meshrl export` can repeat,"):
             await export_model(recorder.mesh, run_dir)
     # Last: a process that waits for the summary finds all other files.
     await room.write_when_space(lambda: write_json(run_dir / "summary.json", found))
@@ -254,7 +254,7 @@ class LivePage:
             pass
         except Exception as error:  # whatever it is, the run goes on
             if not (isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS):
-                trouble = f"the report cannot be written now: {type(error).__name__}: {error}"
+                trouble = f"the report could not be written: {type(error).__name__}: {error}"
         if trouble and trouble != self._last_error:
             self._on_error(trouble)
         self._last_error = trouble
@@ -306,7 +306,7 @@ async def export_model(mesh: RunningMesh, run_dir: Path) -> bool:
         finally:
             exporting.kill()
         words = log.read_text(errors="replace").strip().splitlines()
-        said = "it took too long" if status is None else "".join(words[-1:])
+        said = "the export exceeded its time limit" if status is None else "".join(words[-1:])
     except OSError as error:
         status, said = 1, f"{log}: {error}"
     if status != 0:

@@ -23,7 +23,7 @@ from meshrl.view.report import charts, figures, timeline
 from meshrl.view.report.charts import Figure
 from meshrl.view.report.summary_table import list_facts
 
-TIMELINE_TITLE = "Which worker did what when"
+TIMELINE_TITLE = "Timeline of workers"
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 780px; margin: 2em auto; padding: 0 1em;
   color: #222; background: #fff }
@@ -75,8 +75,8 @@ def render_page(
         *render_moves(events),
         *render_figures([figures.make_time_figure(rows)]),
         *([("Failed trajectories", _render_table(failed))] if failed else []),
-        *([("What the planner decided", _render_table(decided))] if decided else []),
-        ("What happened", _render_table(news)),
+        *([("Decisions of the planner", _render_table(decided))] if decided else []),
+        ("Events", _render_table(news)),
         ("CPU-seconds", _render_table([(n, f"{s:.1f}") for n, s in summary["cpu_s"].items()])),
         ("Job", render_job(document)),
     ]
@@ -167,8 +167,8 @@ def render_job(document: dict[str, Any]) -> str:
     changed = to_toml(find_differences(bare, defaults))
     whole = to_toml(document)
     return (
-        f"<pre>{escape(changed)}</pre><details><summary>every key, defaults too</summary>"
-        f"<pre>{escape(whole)}</pre></details>"
+        f"<pre>{escape(changed)}</pre><details><summary>all keys, including "
+        f"defaults</summary><pre>{escape(whole)}</pre></details>"
     )
 
 

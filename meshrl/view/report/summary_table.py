@@ -82,10 +82,8 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "trajectories",
             f"{summary['opened']} opened, {summary['trained']} trained, {summary['filtered']} "
-            "filtered, "
-            f"{summary['stale_requeued'] + summary['host_lost']} given back, "
-            f"{summary['typed_drops']} failed, {lost}"
-            f"{summary['trained_twice']} trained twice",
+            f"filtered, {summary['stale_requeued'] + summary['host_lost']} requeued, "
+            f"{summary['typed_drops']} failed, {lost}{summary['trained_twice']} trained twice",
         ),
         *([("failed", failed)] if kinds or summary["typed_drops"] else []),
     ]

@@ -33,7 +33,7 @@ def export_trace(run_dir: Path, output_path: Path | None) -> None:
     if not any((run_dir / TRACE_DIRECTORY).glob("*.jsonl")):
         raise NotFound(
             f"{run_dir} has no traces",
-            fix="they come with the first trajectories, unless tracking.trace of the job is 0",
+            fix="Wait for the first trajectories, and set tracking.trace of the job above 0",
         )
     path = output_path or run_dir / TRACE_FILE
     count = write_trace(run_dir, path, read_events(run_dir))
@@ -94,7 +94,7 @@ PHASES = {
     "staging": "sync: stage",
     "checkpointing": "checkpoint: copy",
     "committing": "sync: commit",
-    "telling": "sync: tell engines",
+    "telling": "sync: notify engines",
 }
 
 

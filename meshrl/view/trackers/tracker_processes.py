@@ -166,7 +166,7 @@ class TrackerProcess:
                     child.kill()
                     child.close()
             await self._clock.sleep(self._limits.retry_s)
-        self.progress.last_error += f"; given up, its log is {self._log}"
+        self.progress.last_error += f"; the tracker was abandoned, its log is {self._log}"
 
     async def _serve(self, child: ChildProcess) -> None:
         """Send the queued records, until the queue is closed and empty."""
@@ -186,7 +186,7 @@ class TrackerProcess:
             await self._wakeup.wait()
         child.close()
         if await child.wait(limits.close_timeout_s) != 0:
-            raise PeerLost("it did not finish in order", where=self.name)
+            raise PeerLost("it exited with an error", where=self.name)
 
     def _mark_shown(self, batch: list[TrackerRecord]) -> None:
         self._failure_count = 0

@@ -36,7 +36,7 @@ def _open_tier(name: str, directory: Path, budget_bytes: int, clock: Callable[[]
 def log_unused_tier(mesh: Mesh, setting: str, error: ConfigError) -> None:
     """Log that a tier of the cache is not used, because its directory is not this user's."""
     mesh.telemetry.log.warning(
-        "keys and values are not kept",
+        "the KV tier is not used",
         setting=setting,
         why=error.message,
         where=error.where,
@@ -66,19 +66,19 @@ async def open_tiers(mesh: Mesh, job: str, limits: RolloutConfig) -> list[KVTier
             continue
         except OSError as error:
             raise MeshError(
-                f"keys and values cannot be kept: {error}",
+                f"the directory of the KV tier cannot be used: {error}",
                 where=f"rollout.kv.{name} on {mesh.settings.host}, {place}",
-                fix="make it writable, or set it to 0",
+                fix="Make it writable, or set the key to 0",
             ) from error
         free = shutil.disk_usage(place).free
         if free < size * GIB:
             mesh.telemetry.log.warning(
-                "less room for keys and values than asked for",
+                "less free space than the KV tier requires",
                 setting=f"rollout.kv.{name}",
                 gib=size,
                 free_gib=round(free / GIB, 2),
                 where=str(place),
-                fix="give it more, a container by --shm-size, or lower the setting",
+                fix="Enlarge the file system (of a container: --shm-size), or lower the setting",
             )
     return shelves
 
@@ -103,7 +103,7 @@ async def open_host_cache(
         engine,
         limits.kv_on_update,
         wake,
-        lambda error: mesh.host.exit(70, f"keys and values: {error!r}", error),
+        lambda error: mesh.host.exit(70, f"the KV tiers failed: {error!r}", error),
         PeerEngines(mesh, job, asyncio.get_running_loop()) if kv.peers else None,
     )
     engine.prefix_store = cache

@@ -94,7 +94,7 @@ class CacheMoves:
         """Yield the frames of an idle session's cache; none if the engine has nothing to send."""
         look = partial(self._describe_cache, request.session)
         head = await self._run_between_steps(
-            look, "the engine to look for a cache", BETWEEN_STEPS_TIMEOUT_S
+            look, "the engine's lookup of a cache", BETWEEN_STEPS_TIMEOUT_S
         )
         if head is None:
             return
@@ -106,7 +106,7 @@ class CacheMoves:
             now, starts = starts[: self.chunks_per_stop], starts[self.chunks_per_stop :]
             copy = partial(self._copy_chunks, request.session, len(head.tokens), now)
             chunks = await self._run_between_steps(
-                copy, "the engine to copy a cache", BETWEEN_STEPS_TIMEOUT_S
+                copy, "the engine's copy of a cache", BETWEEN_STEPS_TIMEOUT_S
             )
             for start, end, content in chunks:
                 for at in range(0, len(content), self.frame_bytes):
@@ -150,7 +150,9 @@ class CacheMoves:
         self._run_soon(partial(self._engine.expect_load, move.session, load))
         try:
             async with (
-                self._mesh.clock.timeout(MOVE_TIMEOUT_S, f"a cache of {move.source}"),
+                self._mesh.clock.timeout(
+                    MOVE_TIMEOUT_S, f"the transfer of a cache from {move.source}"
+                ),
                 self._move_slots,
             ):
                 began = self._mesh.clock.monotonic()
@@ -185,7 +187,7 @@ class CacheMoves:
             head = _check_head(first)
             take = partial(self._offer_to_engine, move.session, head, load)
             if not await self._run_between_steps(
-                take, "the engine to take over a cache", BETWEEN_STEPS_TIMEOUT_S
+                take, "the engine's import of a cache", BETWEEN_STEPS_TIMEOUT_S
             ):
                 return
             last_s = clock.monotonic()
@@ -253,17 +255,19 @@ async def _assemble_chunks(
         if not filled:
             of = frame.start, frame.end, frame.size_bytes
             if frame.header is not None or not 0 < frame.size_bytes <= MAX_CHUNK_BYTES:
-                raise BadMessage(f"a chunk of {frame.size_bytes} bytes of keys and values")
+                raise BadMessage(
+                    f"a chunk of a cache has an invalid size of {frame.size_bytes} bytes"
+                )
             if (
                 not 0 <= frame.start < frame.end <= frame.start + CHUNK_TOKENS
                 or frame.start % CHUNK_TOKENS
             ):
-                raise BadMessage(f"no chunk is of tokens {frame.start} to {frame.end}")
+                raise BadMessage(f"tokens {frame.start} to {frame.end} of a cache are not a chunk")
             whole = np.empty(frame.size_bytes, np.uint8)
         end = filled + len(frame.content)
         fits = (frame.start, frame.end, frame.size_bytes) == of and end <= len(whole)
         if not fits or not len(frame.content) or frame.content.dtype != np.uint8:
-            raise BadMessage("a frame of keys and values that belongs to no chunk")
+            raise BadMessage("a frame of a cache belongs to no chunk")
         whole[filled:end] = frame.content
         received.bytes += end - filled
         filled = end
@@ -275,5 +279,5 @@ async def _assemble_chunks(
 def _check_head(frame: CacheFrame) -> CacheHeader:
     head = frame.header
     if head is None or head.tokens.dtype != np.int32 or head.tokens.ndim != 1:
-        raise BadMessage("keys and values of nobody knows which tokens")
+        raise BadMessage("the header of a cache lacks its tokens")
     return head

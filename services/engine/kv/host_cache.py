@@ -338,7 +338,7 @@ class HostCache:
         """Return which of the chunks are on the tiers, bool [n], and reserve them for a while."""
         names = decode_chunk_names(request)
         if not is_domain(request.domain):
-            raise BadMessage(f"{request.domain!r:.60} names no weights")
+            raise BadMessage(f"{request.domain!r:.60} does not name weights")
         there = set(self._local_tiers.look_up(request.domain, dict(enumerate(names))))
         return np.array([index in there for index in range(len(names))], np.bool_)
 

@@ -62,17 +62,17 @@ class ServerAdapters:
         """
         if not self._ranks or not name:
             raise Refused(
-                "this server was not started for adapters",
+                "this SGLang server was started without adapters",
                 where="engine",
-                fix='set lora.engine_mode to "merged", or to "beside" and start it again',
+                fix='Set lora.engine_mode to "merged", or to "beside" and restart the engine',
             )
         ranks = {tensor.shape[0] for factor, tensor in tensors.items() if factor.endswith(".a")}
         build_adapter_deltas(self._config, tensors, scale)
         if len(ranks) != 1:
             raise Refused(
-                f"the adapter has factors of ranks {sorted(ranks)}, and SGLang takes one rank",
+                f"the adapter has factors of ranks {sorted(ranks)}, and SGLang supports one rank",
                 where="engine",
-                fix="train all projections with one rank",
+                fix="Train all projections with one rank",
             )
         there = f"{name}@{version}.{next(self._numbers)}"
         rank, theirs = ranks.pop(), to_peft(self._config, fill_fused_factors(self._config, tensors))
@@ -91,7 +91,9 @@ class ServerAdapters:
         answer = self._http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=LOAD_TIMEOUT_S)
         if not isinstance(answer, dict) or not answer.get("success", False):
             told = answer.get("error_message", "") if isinstance(answer, dict) else answer
-            raise RemoteFailure(f"{v0_5.LOAD_ADAPTER}: {there}: {told}", where=self._http.url)
+            raise RemoteFailure(
+                f"{v0_5.LOAD_ADAPTER} failed for {there}: {told}", where=self._http.url
+            )
         if (before := self.loaded.get(name)) is not None:
             self._superseded.add(before.server_name)
         self.loaded[name] = LoadedAdapter(there, version)
@@ -116,7 +118,7 @@ class ServerAdapters:
             try:
                 self._http.wait_for(asked, v0_5.UNLOAD_ADAPTER, LOAD_TIMEOUT_S)
             except MeshError as error:
-                log.warning("an adapter was not unloaded: %s", error)
+                log.warning("an adapter could not be unloaded: %s", error)
 
 
 def fill_fused_factors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -269,7 +269,7 @@ class SGLangEngine(WithoutCacheTransfer):
             if self._server_info.read_back and (
                 odd := self._control.find_differing(config, theirs, left_s)
             ):
-                raise CorruptData(f"{len(odd)} tensors are not what was put there: {odd[0]}")
+                raise CorruptData(f"{len(odd)} tensors differ from the loaded weights: {odd[0]}")
         self.version = version
         self._resume_server()
 
@@ -293,7 +293,9 @@ class SGLangEngine(WithoutCacheTransfer):
         check_request(asked, self._config.token_id_end, self._adapters.loaded)
         self._control.check_alive()
         if self._is_halted:
-            raise Refused("the engine rests", where="engine", fix="resume or wake it first")
+            raise Refused(
+                "the engine is paused or asleep", where="engine", fix="Resume or wake it first"
+            )
         if len(row) > self.requests.max_length:
             raise sequence_too_long_error(len(row), self.requests.max_length)
         there = self._adapters.loaded[adapter].server_name if adapter else ""

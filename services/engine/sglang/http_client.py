@@ -29,7 +29,7 @@ GRACE_S = 2.0  # for an answer to cross threads after the call's own deadline
 KEEPALIVE_S = 15.0
 EXTRA_CONNECTIONS = 8  # concurrent calls beside the aborts of all slots: pauses, weights, probes
 MAX_REASON_CHARS = 2000  # characters of a response body in an error
-LOG_HINT = "read its log, sglang.log"
+LOG_HINT = "Read its log, sglang.log"
 UNAUTHORIZED = "answered 401"  # in the error of a server that requires another key
 
 R = TypeVar("R")
@@ -162,7 +162,7 @@ class HttpClient:
         try:
             return response.json() if response.content.strip() else None
         except ValueError:
-            message = f"{path} answered no JSON: {response.text[:MAX_REASON_CHARS]}"
+            message = f"{path} did not answer with JSON: {response.text[:MAX_REASON_CHARS]}"
             raise RemoteFailure(message, where=self.url, fix=LOG_HINT) from None
 
     def _make_timeout_error(self, path: str, deadline_s: float) -> DeadlineExceeded:

@@ -38,7 +38,7 @@ def find_differing(
     ranks = answer.get("ranks") if isinstance(answer, dict) else None
     if not ranks or len(ranks) != 1:
         raise RemoteFailure(
-            f"{v0_5.WEIGHTS_CHECKER} answered for {len(ranks or ())} ranks in place of 1"
+            f"{v0_5.WEIGHTS_CHECKER} answered for {len(ranks or ())} ranks instead of 1"
         )
     has = ranks[0]["checksums"]
     expected = {

@@ -68,9 +68,9 @@ class HierarchicalCache:
         """Return the server's flags; raise ConfigError if the device has no such cache."""
         if device != "cuda":
             raise ConfigError(
-                "SGLang keeps keys and values outside of its cache on GPUs alone",
+                "SGLang has KV tiers only on GPUs",
                 where="rollout.kv",
-                fix="set memory and disk to 0, or take the built-in engine",
+                fix="Set memory and disk to 0, or use the built-in engine",
             )
         flags = [
             "--enable-hierarchical-cache",
@@ -174,7 +174,7 @@ def write_model_config(launch_config: LaunchConfig, config: ModelConfig) -> None
             f"slots of {launch_config.max_length} tokens exceed the model's "
             f"{config.max_positions} positions",
             where="rollout.max_tokens",
-            fix="lower it, or raise max_position_embeddings",
+            fix="Lower it, or raise max_position_embeddings",
         )
     served = replace(
         to_sglang_config(config, launch_config.max_length),
@@ -246,15 +246,16 @@ class SGLangServer:
             raise ConfigError(
                 f"there is no interpreter {launch_config.python}",
                 where="rollout.sglang_python",
-                fix="run `meshrl engine install sglang`, or name the interpreter that has SGLang",
+                fix="Run `meshrl engine install sglang`, or name the interpreter that has SGLang",
             )
         if taken := RESERVED_OPTIONS & {
             option.partition("=")[0] for option in launch_config.options
         }:
             raise ConfigError(
-                f"{', '.join(sorted(taken))} is what this server is known and guarded by",
+                f"{', '.join(sorted(taken))} is reserved: MeshRL sets it to identify and "
+                "protect the server",
                 where="rollout.sglang_options",
-                fix="leave it out; what a --config of yours holds can be given as flags",
+                fix="Remove it; give the content of a --config file as separate flags",
             )
         write_model_config(launch_config, config)
         port, name, key = find_free_port(), os.urandom(16).hex(), os.urandom(32).hex()
@@ -269,7 +270,7 @@ class SGLangServer:
         bounding = host.run_periodically(
             LOG_CHECK_INTERVAL_S,
             lambda: rotate_file_if_long(launch_config.log_file),
-            "bound sglang.log",
+            "rotate sglang.log",
         )
         http = HttpClient(f"http://127.0.0.1:{port}", launch_config.slots, key)
         server = cls(launch_config, child, http, name, clock)
@@ -289,15 +290,15 @@ class SGLangServer:
         while self.clock.monotonic() < until:
             if (code := self.child.poll()) is not None:
                 raise ConfigError(
-                    f"SGLang ended with status {code} before it was ready: {self.read_log_tail()}",
+                    f"SGLang exited with status {code} before it was ready: {self.read_log_tail()}",
                     where=str(self.launch_config.log_file),
-                    fix="read the log; rollout.sglang_options changes its flags",
+                    fix="Read the log; change SGLang's flags in rollout.sglang_options",
                 )
             if not await self.http.probe(v0_5.READY, PROBE_TIMEOUT_S):
                 return
             await self.clock.sleep(POLL_S)
         raise DeadlineExceeded(
-            f"SGLang was not ready in {deadline_s:g} s: {self.read_log_tail()}",
+            f"SGLang was not ready within {deadline_s:g} s: {self.read_log_tail()}",
             where=str(self.launch_config.log_file),
         )
 
@@ -313,31 +314,34 @@ class SGLangServer:
                 raise
             about = {}  # the server has another key
         if about.get("served_model_name") != self.name:
-            raise PeerLost("another server has taken the port of this one", where=self.http.url)
+            raise PeerLost(
+                "another server uses the port of this SGLang server", where=self.http.url
+            )
         self.version = str(about.get("version", "unknown"))
         self.ranks = int(about.get("tp_size", 1)) * int(about.get("pp_size", 1))
         self.uses_seeds = bool(about.get("enable_deterministic_inference", False))
         if not self.version.startswith("0.5."):
             raise ConfigError(
-                f"SGLang {self.version} is not one that this adapter speaks with",
+                f"SGLang {self.version} is not supported",
                 where=self.launch_config.python,
-                fix="install SGLang 0.5: `meshrl engine install sglang`",
+                fix="Install SGLang 0.5: `meshrl engine install sglang`",
             )
         if (
             self.launch_config.tensor_parallel_size > 1
             and self.ranks % self.launch_config.tensor_parallel_size
         ):
             raise ConfigError(
-                f"SGLang computes with {self.ranks} processes, not with "
+                f"SGLang runs {self.ranks} processes, not "
                 f"{self.launch_config.tensor_parallel_size}",
                 where="rollout.tensor_parallel",
-                fix="read its log; rollout.sglang_options may say otherwise",
+                fix="Read its log, and check rollout.sglang_options",
             )
         if self.launch_config.read_back and self.ranks > 1:
             raise ConfigError(
-                f"{self.ranks} processes of SGLang share the model, and each tells of its part",
+                f"{self.ranks} processes of SGLang share the model, and weights are verified "
+                "only with 1",
                 where="rollout.verify_weights",
-                fix="leave it out, or set rollout.tensor_parallel = [1]",
+                fix="Remove it, or set rollout.tensor_parallel = [1]",
             )
         described = await self._fetch("/openapi.json", DESCRIBE_TIMEOUT_S)
         lacking = v0_5.find_missing(
@@ -349,15 +353,15 @@ class SGLangServer:
             lacking += v0_5.find_missing(described, v0_5.READBACK_FIELDS)
         if lacking:
             raise ConfigError(
-                f"SGLang {self.version} offers no {', '.join(lacking)}",
+                f"SGLang {self.version} does not offer {', '.join(lacking)}",
                 where=self.launch_config.python,
-                fix="install the version of `meshrl engine install sglang`",
+                fix="Install the version of `meshrl engine install sglang`",
             )
 
     async def _fetch(self, path: str, deadline_s: float = PROBE_TIMEOUT_S) -> Mapping[str, Any]:
         answer = await self.http.get(path, deadline_s)
         if not isinstance(answer, dict):
-            raise RemoteFailure(f"{path} is no object", where=self.http.url)
+            raise RemoteFailure(f"{path} did not answer with a JSON object", where=self.http.url)
         return answer
 
     def get_exit_error(self) -> PeerLost | None:
@@ -365,7 +369,7 @@ class SGLangServer:
         if code is None:
             return None
         return PeerLost(
-            f"SGLang ended with status {code}: {self.read_log_tail()}",
+            f"SGLang exited with status {code}: {self.read_log_tail()}",
             where=str(self.launch_config.log_file),
         )
 
@@ -373,7 +377,7 @@ class SGLangServer:
         try:
             lines = self.launch_config.log_file.read_text(errors="replace").splitlines()
         except FileNotFoundError:
-            return "it wrote no log"
+            return "SGLang wrote no log"
         return "\n".join(line[:MAX_LINE_CHARS] for line in lines[-TAIL_LINES:])
 
     async def stop(self) -> None:

@@ -230,7 +230,9 @@ class ServerRequests:
             return 0
         if not isinstance(event, dict):
             self._finish(
-                sent, FinishReason.ABORTED, repr(event) if event else "its stream ended early"
+                sent,
+                FinishReason.ABORTED,
+                repr(event) if event else "the stream of its answer ended early",
             )
             return 0
         chunk = v0_5.parse_chunk(event, len(sent.tokens), v0_5.is_plain_sampling(sent.request))
@@ -311,7 +313,7 @@ class ServerRequests:
         assert piece is not None
         self._finished_pieces.append(piece)
         if reason:
-            log.warning("request %d was ended by SGLang: %s", sent.request.id, reason)
+            log.warning("SGLang aborted request %d: %s", sent.request.id, reason)
 
     def _remove(self, sent: SentRequest) -> None:
         del self.sent_requests[sent.rid]

@@ -130,20 +130,19 @@ def check_sampling(request: GenerationRequest, vocab_size: int, uses_seeds: bool
         return
     if (request.top_k or vocab_size) > MAX_MASK_TOKENS:
         raise Refused(
-            f"request {request.id} samples from more than {MAX_MASK_TOKENS} tokens in another "
-            "way than at "
-            "temperature 1, and SGLang names the probabilities of at most so many",
+            f"request {request.id} samples from more than {MAX_MASK_TOKENS} tokens, not at "
+            "temperature 1; SGLang reports no more probabilities",
             where="engine",
             fix=(
-                f"set rollout.top_k to {MAX_MASK_TOKENS} or less, or temperature 1 without "
+                f"Set rollout.top_k to {MAX_MASK_TOKENS} or less, or use temperature 1 without "
                 "top_p and min_p"
             ),
         )
     if request.min_p > 0 and uses_seeds:
         raise Refused(
-            f"request {request.id} has min_p, which SGLang cannot sample with from seeds",
+            f"request {request.id} has min_p, which SGLang does not support with seeds",
             where="engine",
-            fix="leave out min_p or --enable-deterministic-inference",
+            fix="Remove min_p or --enable-deterministic-inference",
         )
 
 
@@ -221,9 +220,9 @@ def parse_chunk(
     sampled = meta.get("output_token_sampling_logprobs", [])[-new:] if new else []
     if not plain_sampling and len(sampled) != len(tokens):
         raise RemoteFailure(
-            f"{GENERATE} names the probabilities of {len(sampled)} of {len(tokens)} tokens that "
-            "were not sampled at temperature 1 from the whole vocabulary",
-            fix="install the version of `meshrl engine install sglang`",
+            f"{GENERATE} returned the probabilities of {len(sampled)} of {len(tokens)} tokens "
+            "that were not sampled at temperature 1 from the whole vocabulary",
+            fix="Install the version of `meshrl engine install sglang`",
         )
     finish = meta["finish_reason"]
     return StreamChunk(

@@ -57,7 +57,7 @@ def create_transport(
     raise ConfigError(
         f"there is no transport {kind!r}",
         where="rollout.sglang_weights",
-        fix=f"use one of {', '.join(TRANSPORTS)}",
+        fix=f"Use one of {', '.join(TRANSPORTS)}",
     )
 
 
@@ -69,7 +69,7 @@ def choose_backend(device: str) -> str:
 def check_success(answer: Any, path: str) -> None:
     """Raise RemoteFailure if the server's answer reports a failure."""
     if isinstance(answer, dict) and answer.get("success") is False:
-        raise RemoteFailure(f"{path}: {answer.get('message', answer)}")
+        raise RemoteFailure(f"{path} failed: {answer.get('message', answer)}")
 
 
 class DiskTransport:

@@ -40,7 +40,7 @@ class EmulatedSteps:
             profile.with_tensor_parallel(tensor_parallel_size),
             tensor_parallel_size,
         )
-        self.backend = f"{engine.backend}, paced"
+        self.backend = f"{engine.backend}, emulated"
         self._clock = clock
         self._step_ends_s = 0.0  # when the emulated step ends
         self._due_flush: EngineOutput | None = (

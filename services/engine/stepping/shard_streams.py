@@ -67,7 +67,7 @@ class ShardStreams:
         """Return the shard that sends requests; raise Refused if it is not attached."""
         owner = self._owners.get(name)
         if owner is None or owner.incarnation != incarnation:
-            raise Refused(f"{name} is not attached", where=self._engine_name, fix="attach first")
+            raise Refused(f"{name} is not attached", where=self._engine_name, fix="Attach first")
         return owner
 
     def detach(self, owner: AttachedShard) -> list[int]:

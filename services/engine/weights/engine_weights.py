@@ -176,7 +176,7 @@ class EngineWeights:
 
         alone = self._time_slices is None or not self._time_slices.is_enabled
         within_s = BETWEEN_STEPS_TIMEOUT_S if alone else SLICE_WAIT_TIMEOUT_S
-        what = "the engine to take new weights"
+        what = "the engine's update of its weights"
         return await self._commands.run_between_steps(put, what, within_s, needs_slice=True)
 
     def _set_computing_manifest(self, manifest: str) -> None:
@@ -235,7 +235,7 @@ class EngineSleeper:
 
         self._weights.is_asleep = True  # `follow_versions` loads nothing from now on
         try:
-            await self._commands.run_between_steps(rest, "the engine to sleep")
+            await self._commands.run_between_steps(rest, "putting the engine to sleep")
         except BaseException:
             self._weights.is_asleep = False
             raise
@@ -248,17 +248,17 @@ class EngineSleeper:
         had_weights = engine.version >= 0
         weights.loaded_event.clear()
         weights.is_waking, weights.is_asleep = had_weights, False
-        await self._commands.run_between_steps(engine.resume, "the engine to wake")
+        await self._commands.run_between_steps(engine.resume, "waking the engine")
         weights.change_event.set()
         if not had_weights:
             return
         try:
-            async with self._mesh.clock.timeout(LOAD_TIMEOUT_S, "the weights to be loaded"):
+            async with self._mesh.clock.timeout(LOAD_TIMEOUT_S, "loading the weights"):
                 await weights.loaded_event.wait()
         except DeadlineExceeded as error:
             weights.is_asleep = True
-            await self._commands.run_between_steps(engine.pause, "the engine to sleep on")
-            raise Refused(str(error), where=self._mesh.name, fix="ask again") from error
+            await self._commands.run_between_steps(engine.pause, "putting the engine back to sleep")
+            raise Refused(str(error), where=self._mesh.name, fix="Retry") from error
         except asyncio.CancelledError:
             weights.is_asleep = True
             raise

@@ -69,18 +69,20 @@ class VersionReceiver:
         now, log = self._mesh.job_clock.monotonic(), self._mesh.telemetry.log
         if manifest != self._missing_manifest:
             self._missing_manifest, self._missing_since_s, self._restages = manifest, now, 0
-            log.error("weights are damaged", error=str(error), then="the trainer writes them again")
+            log.error("weights are corrupt", error=str(error), then="the trainer rewrites them")
         if self._restages >= MAX_RESTAGES or now - self._missing_since_s > RESTAGE_TIMEOUT_S:
             raise ConfigError(
-                f"the weights of the current version cannot be had: {error.message}",
+                f"the weights of the current version cannot be fetched: {error.message}",
                 where=error.where,
-                fix="See to the disk that it lies on, then `meshrl resume`: it goes on from the "
-                "last checkpoint",
+                fix=(
+                    "Check the disk of the weights, then run `meshrl resume`, which continues "
+                    "from the last checkpoint"
+                ),
             )
         try:
             answer = await self._trainer.call(Trainer.restage_version, manifest)
         except MeshError as refused:
-            log.warning("the trainer cannot write weights again", error=str(refused))
+            log.warning("the trainer cannot rewrite weights", error=str(refused))
         else:
             self._restages += answer.is_done
             if answer.is_done or answer.retry_later:

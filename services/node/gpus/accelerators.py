@@ -37,10 +37,10 @@ def list_cpu_slots(count: int, emulated_kinds: Sequence[str] = ()) -> list[Worke
     for name, kind in zip(emulated_kinds, kinds, strict=True):
         if kind in ("", CPU):
             known = ", ".join(kind for kind in load_accelerators() if kind != CPU)
-            raise _config_error(f"no accelerator {name!r} is declared", f"one of {known}")
+            raise _config_error(f"no accelerator named {name!r} is declared", f"one of {known}")
     if len(kinds) > count:
         raise _config_error(
-            f"{len(kinds)} kinds are named for {count} slots", "as many as --workers"
+            f"{len(kinds)} kinds are given for {count} slots", "at most as many as --workers"
         )
     names = [
         f"cpu:{i} {kind}".rstrip() for i, kind in zip_longest(range(count), kinds, fillvalue="")
@@ -76,5 +76,7 @@ async def discover_accelerators(
     if device == "cpu":
         return list_cpu_slots(workers, emulated_kinds)
     if emulated_kinds:
-        raise _config_error(f"accelerators of {device} are what they are", "none, or --device cpu")
+        raise _config_error(
+            f"accelerators of --device {device} cannot be emulated", "none, or --device cpu"
+        )
     return list_gpus(await host.run_blocking(select_devices, deadline_s=DRIVER_TIMEOUT_S), workers)

@@ -86,7 +86,7 @@ class GpuWatch:
             readings, errors = await run(self._session.read_devices, deadline_s=DRIVER_TIMEOUT_S)
         except (MeshError, OSError) as error:
             late = isinstance(error, DeadlineExceeded)
-            why = f"the driver does not answer for {DRIVER_TIMEOUT_S:g} s" if late else str(error)
+            why = f"the driver has not answered for {DRIVER_TIMEOUT_S:g} s" if late else str(error)
             readings, errors = [DeviceReading(lost=why) for _ in self._devices], []
         for (worker, seen), reading in zip(self._devices.items(), readings, strict=True):
             xids = [xid for uuid, xid in errors if uuid == seen.device.gpu_uuid]
@@ -99,7 +99,9 @@ class GpuWatch:
         if reading.lost and not before.lost:
             await self._report_event(worker, monitored, "lost", why=reading.lost)
         if before.lost and not reading.lost:
-            await self._report_event(worker, monitored, "back", why="the driver reaches it again")
+            await self._report_event(
+                worker, monitored, "back", why="the driver reaches the device again"
+            )
         count = reading.ecc_uncorrected or 0
         if count < monitored.reported_ecc_errors:  # the driver reloaded, and its counters restarted
             monitored.reported_ecc_errors = 0

@@ -71,7 +71,7 @@ class AcceleratorReservation:
         if self.phase == InstancePhase.READY or self._now() < self._retry_at:
             return
         if self._others_are_leaving():
-            self.detail = "others leave the accelerator"
+            self.detail = "waiting until other instances have left the accelerator"
             return
         around, resident = self._context, self.desired.instance
         try:

@@ -77,9 +77,10 @@ class Budgets:
         limit, used = self.limits.accelerator, self.used_bytes(Tier.ACCELERATOR, excluding=name)
         if limit and used >= limit:
             raise OverBudget(
-                f"{name} needs the accelerator, of whose {limit} bytes others have {used}",
+                f"{name} needs the accelerator, and other instances use {used} of its {limit} "
+                "bytes",
                 where="--accelerator-bytes",
-                fix="It is started when they give some back",
+                fix="Wait: the worker starts the instance when others free memory",
             )
 
     def claim(self, name: str, tier: Tier) -> None:
@@ -98,9 +99,9 @@ class Budgets:
         used = self.used_bytes(tier, excluding=name)
         if limit and used + size > limit:
             raise OverBudget(
-                f"{name} would take {size} bytes of {tier}, and others have {used} of {limit}",
+                f"{name} needs {size} bytes of {tier}, and other instances use {used} of {limit}",
                 where=f"--{field}-bytes",
-                fix="Move another resident away, or give the worker a larger budget",
+                fix="Move another instance away, or give the worker a larger budget",
             )
         self._check_host(name, tier, size)
         self._claims[name] = (tier, size)
@@ -119,10 +120,10 @@ class Budgets:
         limit, used = self.limits.accelerator, self.used_bytes(Tier.ACCELERATOR)
         if limit and used > limit and usage.accelerator:
             raise OverBudget(
-                f"{name} takes {usage.accelerator} bytes of the accelerator, which makes {used} of "
-                f"{limit}",
+                f"{name} uses {usage.accelerator} bytes of the accelerator, which makes {used} "
+                f"of {limit}",
                 where="--accelerator-bytes",
-                fix="Place it where there is more room, or declare a larger budget",
+                fix="Place the instance where more memory is free, or declare a larger budget",
                 already_used=True,
             )
 
@@ -154,8 +155,8 @@ class Budgets:
         more = max(0, size_bytes - int(getattr(self.get_usage(name), BUDGET_FIELDS[tier])))
         if more and left - more < spare:
             raise OverBudget(
-                f"{name} would take {more} bytes of {tier}, and this host has {left} left, of "
-                f"which {spare} stay free",
+                f"{name} needs {more} bytes of {tier}, and this host has {left} free, of which "
+                f"{spare} are reserved",
                 where=str(self._directory) if tier == Tier.DISK else "MemAvailable",
-                fix="Free some: other processes of this host have the rest",
+                fix="Free some: other processes of this host use the rest",
             )

@@ -74,7 +74,8 @@ class DesiredRole:
         resident = self.instance
         if resident.role not in commands:
             raise ConfigError(
-                f"no process serves the role '{resident.role}'", where=f"resident {resident.id}"
+                f"no command is configured for the role '{resident.role}'",
+                where=f"instance {resident.id}",
             )
         seat = Placement(
             self.gang,
@@ -122,6 +123,8 @@ def override_commands(overrides: list[str]) -> dict[str, list[str]]:
     for override in overrides:
         role, equals, command = override.partition("=")
         if not equals or not command:
-            raise ConfigError(f"{override!r} is not ROLE=COMMAND", fix="rollout='python -m x'")
+            raise ConfigError(
+                f"{override!r} is not ROLE=COMMAND", fix="Write it as rollout='python -m x'"
+            )
         commands[role] = shlex.split(command)
     return commands

@@ -58,7 +58,7 @@ class GpuMemoryGuard:
                 f"{memory.free_bytes} free of "
                 f"{memory.total_bytes}; {describe_holders(memory, worker_processes)}",
                 where=self._mesh.name,
-                fix="End what is not of this mesh; it is tried again",
+                fix="End processes that are not of this mesh; the worker retries",
             )
 
     async def estimate_min_bytes(self, instance: Instance) -> int:
@@ -77,11 +77,11 @@ def describe_holders(memory: DeviceMemory, worker_processes: Mapping[int, str]) 
     parts = []
     for one in memory.processes[:MAX_NAMED_HOLDERS]:
         who = worker_processes.get(one.pid) or one.name
-        size = "an untold number of" if one.used_bytes is None else str(one.used_bytes)
-        parts.append(f"process {one.pid}{f' ({who})' if who else ''} has {size} bytes")
+        size = "an unknown number of" if one.used_bytes is None else str(one.used_bytes)
+        parts.append(f"process {one.pid}{f' ({who})' if who else ''} uses {size} bytes")
     if (more := len(memory.processes) - MAX_NAMED_HOLDERS) > 0:
-        parts.append(f"{more} more processes have some")
-    return ", ".join(parts) or "the driver names no process that has it"
+        parts.append(f"{more} more processes use memory")
+    return ", ".join(parts) or "the driver reports no process that uses the memory"
 
 
 def _read_memory(uuid: str) -> DeviceMemory | None:

@@ -69,8 +69,8 @@ MEMORY_RETRY_S = 5.0  # until the next check for room
 SET_TIER_ERROR_TOLERANCE_S = 30.0
 STARTUP_TIMEOUT = Failure(
     "NotReady",
-    f"it was killed because it got no further for {NO_PROGRESS_TIMEOUT_S:g} s while it started",
-    fix="Its log has what it did last; a model that loads slowly needs a faster disk",
+    f"the process was killed: its start made no progress for {NO_PROGRESS_TIMEOUT_S:g} s",
+    fix="Read the end of its log; if the model loads slowly, use a faster disk",
 )
 
 
@@ -168,7 +168,9 @@ class RoleProcess(SupervisorHooks):
         if self.phase == InstancePhase.FAILED:
             moves = self._reached is not None
             doing = InstancePhase.MOVING if moves else InstancePhase.STARTING
-            self._enter_phase(doing, f"{self.tier} to {desired.instance.tier}" if moves else "")
+            self._enter_phase(
+                doing, f"from {self.tier} to {desired.instance.tier}" if moves else ""
+            )
 
     async def start(self) -> None:
         """Start the process. A start that this host cannot make, now or ever, is reported as a
@@ -215,7 +217,10 @@ class RoleProcess(SupervisorHooks):
             self._enter_phase(InstancePhase.FAILED, f"{self.name} cannot be started: {failure}")
             self._retry_at = self._now() + TRY_AGAIN_S
             end = ChildExit(
-                START_FAILED_STATUS, "it cannot be started", failure, final=failure.is_fatal
+                START_FAILED_STATUS,
+                "the process cannot be started",
+                failure,
+                final=failure.is_fatal,
             )
             await self._report_exit(end)
 
@@ -253,7 +258,9 @@ class RoleProcess(SupervisorHooks):
         if (child := self.supervisor.children.get(self.name)) is not None:
             child.kill()
             if await child.wait(deadline_s) is None:
-                raise DeadlineExceeded(f"{self.name} has not ended by SIGKILL in {deadline_s:g} s")
+                raise DeadlineExceeded(
+                    f"{self.name} has not exited within {deadline_s:g} s of SIGKILL"
+                )
 
     async def poll(self) -> None:
         """Advance the process: ready by its registry entry, then to the desired tier.
@@ -269,13 +276,13 @@ class RoleProcess(SupervisorHooks):
             found = await self._startup.poll(self.pid)
             self.is_ready = found == StartupState.READY
             if found == StartupState.TIMED_OUT and self.name in self.supervisor.children:
-                late = f"not ready, and no further for {NO_PROGRESS_TIMEOUT_S:g} s: killed"
+                late = f"killed: not ready, and no progress for {NO_PROGRESS_TIMEOUT_S:g} s"
                 self._enter_phase(InstancePhase.STARTING, late)
                 self._timed_out_pid = self.pid
                 self.supervisor.children[self.name].kill()
         may_move = self.is_ready and self._tier_task is None and self._now() >= self._retry_at
         if may_move and self._reached != self._target:
-            self._tier_task = asyncio.create_task(self._set_tier(), name=f"settle {self.name}")
+            self._tier_task = asyncio.create_task(self._set_tier(), name=f"set tier of {self.name}")
 
     # Moves between tiers
 
@@ -294,7 +301,7 @@ class RoleProcess(SupervisorHooks):
                 if self._reached is not None:  # it sleeps; a process that starts was checked before
                     await self._check_gpu_memory()
                 if self._reached is not None and self.phase != InstancePhase.MOVING:
-                    self._enter_phase(InstancePhase.MOVING, f"{self.tier} to {tier}")
+                    self._enter_phase(InstancePhase.MOVING, f"from {self.tier} to {tier}")
                     self._on_change()
             files = self._mesh.settings.make_offload_directory(self._mesh.name)
             ask = SetTier(tier, epoch, turns, self._mesh.name, files)
@@ -377,7 +384,7 @@ class RoleProcess(SupervisorHooks):
         if self.phase not in (InstancePhase.DRAINING, InstancePhase.GONE):
             self.restarts += 1
             self._enter_phase(
-                InstancePhase.STARTING, f"{child.name} ended: {child_exit.description}"
+                InstancePhase.STARTING, f"{child.name} exited: {child_exit.description}"
             )
             self._on_change()
             if not child_exit.is_requested:
@@ -409,7 +416,7 @@ class RoleProcess(SupervisorHooks):
         self._is_down = True
         if self._succeeded:  # its job has ended, or continues with another process
             self._enter_phase(
-                InstancePhase.STARTING, f"{spec.name} has ended, and is started again"
+                InstancePhase.STARTING, f"{spec.name} has exited and will be restarted"
             )
             self._retry_at = self._now() + RESTART_AFTER_SUCCESS_S
         else:

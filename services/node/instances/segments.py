@@ -62,21 +62,20 @@ class MemorySegments:
         others = self.total_bytes - before
         if self._budget_bytes and others + request.size_bytes > self._budget_bytes:
             raise StorageFull(
-                f"{request.key} asks for {request.size_bytes} bytes of memory, and others have "
-                f"{others} "
-                f"of the worker's {self._budget_bytes}",
+                f"{request.key} requests {request.size_bytes} bytes of memory, and other "
+                f"segments use {others} of the worker's {self._budget_bytes}",
                 where=self._where,
-                fix="raise the worker's budget of memory, or let it sleep on disk",
+                fix="Raise the worker's memory budget, or let the instance sleep on disk",
             )
         filled = {key: 512 * os.fstat(fd).st_blocks for key, (fd, _) in self._segments.items()}
         # Others may still fill the rest of theirs; the replaced segment frees its own bytes.
         left = self._read_free_bytes() - (others - sum(filled.values()))
         if request.size_bytes + SPARE_BYTES > left:
             raise StorageFull(
-                f"{request.key} asks for {request.size_bytes} bytes of memory, and the host "
-                f"has {left}",
+                f"{request.key} requests {request.size_bytes} bytes of memory, and the host "
+                f"has {left} available",
                 where=self._where,
-                fix="end other processes, or let it sleep on disk",
+                fix="End other processes, or let the instance sleep on disk",
             )
         self.delete(request.key)
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING

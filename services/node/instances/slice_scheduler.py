@@ -98,7 +98,7 @@ class SliceScheduler:
                 if not answer.done():
                     processes = (held.request.process for held in self._policy.grants)
                     holder = next(processes, request.process)
-                    said.enter_context(self._mesh.wait("its turn", on=holder))
+                    said.enter_context(self._mesh.wait("its time slice", on=holder))
                 held = await answer
         except asyncio.CancelledError:
             if self._pending_grants.get(key) is answer:
@@ -126,7 +126,7 @@ class SliceScheduler:
                 now = clock.monotonic()
                 for held in self._policy.take_overdue(now):
                     task = asyncio.create_task(
-                        self._kill_holder(held), name=f"end {held.request.instance}"
+                        self._kill_holder(held), name=f"kill {held.request.instance}"
                     )
                     self._kill_tasks.add(task)
                     task.add_done_callback(self._kill_tasks.discard)
@@ -147,9 +147,7 @@ class SliceScheduler:
                 task.cancel()
 
     def _superseded_error(self) -> ServiceUnavailable:
-        return ServiceUnavailable(
-            "this request is not waited for here any more", where=self._mesh.name
-        )
+        return ServiceUnavailable("this request is no longer queued here", where=self._mesh.name)
 
     # -- grants ----------------------------------------------------------------------------------
 
@@ -169,9 +167,9 @@ class SliceScheduler:
                     frozenset(one.ranks),
                 )
         raise ServiceUnavailable(
-            f"no resident {request.instance} of generation {request.generation} is on record",
+            f"generation {request.generation} of instance {request.instance} is not on record",
             where=self._mesh.name,
-            fix="it is soon, or the process that asks is to end",
+            fix="Retry: the record follows soon, or the requesting process will be stopped",
         )
 
     def _grant_waiting(self) -> None:
@@ -203,7 +201,9 @@ class SliceScheduler:
     async def _is_replaced(self, grant: SliceGrant) -> bool:
         """Return whether the registry has another start of the holder's process."""
         try:
-            async with self._mesh.clock.timeout(HOLDER_POLL_S, "a look for the holder of a turn"):
+            async with self._mesh.clock.timeout(
+                HOLDER_POLL_S, "looking up the holder of a time slice"
+            ):
                 entry = await registry.lookup(self._mesh.state, grant.request.process)
         except (StateUnavailable, DeadlineExceeded):
             return False
@@ -214,9 +214,9 @@ class SliceScheduler:
         asked, gang = grant.request, self._gang
         if not await self._is_replaced(grant):
             lasted = self._mesh.clock.monotonic() - grant.granted_at
-            why = f"it did not give back its turn to {asked.operation} after {lasted:.1f} s"
+            why = f"it did not release its time slice for {asked.operation} after {lasted:.1f} s"
             self.killed_count += 1
-            self._mesh.log.error("a turn is overdue", resident=asked.instance, why=why)
+            self._mesh.log.error("a time slice is overdue", resident=asked.instance, why=why)
             workers = [gang.workers[rank] for rank in sorted(asked.ranks)] if gang else []
             request = KillInstance(asked.instance, asked.generation, why)
             others = [self._kill_on_worker(w, request) for w in workers if w != self._worker]

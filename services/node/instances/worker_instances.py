@@ -92,7 +92,7 @@ class ProcessSlot:
 
     async def stop(self) -> None:
         if self.process is not None:
-            await self.process.stop("the worker ends", worker_stops=True)
+            await self.process.stop("the worker exits", worker_stops=True)
 
     async def _reconcile(self) -> None:
         """Take one step from the actual towards the desired state."""
@@ -205,15 +205,13 @@ class ProcessSlot:
                 else InstancePhase.STARTING
             )
             if self._awaited_workers and doing == InstancePhase.STARTING:
-                detail = (
-                    f"{', '.join(self._awaited_workers)} to keep accelerators for it are awaited"
-                )
+                detail = f"waiting for {', '.join(self._awaited_workers)} to reserve accelerators"
             if desired.is_asleep and tier == resident.tier:
                 doing = InstancePhase.READY
         else:
             doing, tier, detail = process.phase, process.tier, process.detail
             if process.process_key != desired.process_key:
-                doing, detail = InstancePhase.DRAINING, f"{process.name} of before ends"
+                doing, detail = InstancePhase.DRAINING, f"the previous {process.name} is stopping"
         return InstanceReport(
             rank=desired.rank,
             generation=resident.generation,
@@ -355,7 +353,7 @@ class WorkerInstances:
         return [t.process for t in self._slots.values() if t.process is not None]
 
     def _start_slot(self, slot: ProcessSlot) -> None:
-        task = asyncio.create_task(slot.run(), name=f"resident {slot.name}")
+        task = asyncio.create_task(slot.run(), name=f"instance {slot.name}")
         self._tasks[slot.name] = task
         task.add_done_callback(lambda task: self._slot_finished(slot, task))
 
@@ -386,12 +384,12 @@ def _delete_others(directory: Path, offloaded: set[str]) -> None:
 def _stop_reason(process: RoleProcess | AcceleratorReservation, desired: DesiredRole | None) -> str:
     id, generation = process.process_key
     if desired is None:
-        return f"{id} is gone from the record"
+        return f"{id} is not on record any more"
     if desired.is_asleep and desired.process_key == process.process_key:
-        return f"{id} is to sleep from epoch {desired.instance.epoch}, and is not up"
+        return f"{id} must sleep from epoch {desired.instance.epoch} on, and is not running"
     if desired.is_absent:
-        return f"{id} is to be absent from epoch {desired.instance.epoch}"
+        return f"{id} must be absent from epoch {desired.instance.epoch} on"
     return (
-        f"{desired.process_key[0]} is wished in generation {desired.process_key[1]} after "
+        f"{desired.process_key[0]} is desired in generation {desired.process_key[1]} after "
         f"{generation}"
     )

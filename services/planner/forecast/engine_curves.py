@@ -184,16 +184,16 @@ def average_by_steps(curves: Sequence[DecodeCurve]) -> DecodeCurve:
     """
     steps = sum(one.fitted_steps for one in curves)
 
-    def of(name: str) -> float:
+    def average_field(name: str) -> float:
         return float(sum(getattr(one, name) * one.fitted_steps for one in curves) / steps)
 
     return DecodeCurve(
         curves[0].accelerator_kind,
         curves[0].tensor_parallel,
-        of("base_s"),
-        of("sequence_s"),
-        of("context_s"),
-        of("prefill_tokens_per_s"),
+        average_field("base_s"),
+        average_field("sequence_s"),
+        average_field("context_s"),
+        average_field("prefill_tokens_per_s"),
         steps,
         max(one.max_tokens_per_s for one in curves),
     )

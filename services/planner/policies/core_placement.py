@@ -114,7 +114,7 @@ def choose_two_kinds(
     sufficient kinds choose from all, fastest first.
     """
 
-    def of(speed: float) -> dict[str, list[WorkerOffer]]:
+    def select_by_speed(speed: float) -> dict[str, list[WorkerOffer]]:
         return {
             host: [offer for offer in some if speeds[offer[1][1]] == speed]
             for host, some in offers.items()
@@ -124,8 +124,8 @@ def choose_two_kinds(
     for fast, slow in product(reversed(rising), rising):
         if fast <= slow:
             continue
-        first = choose_fewest_hosts(of(fast), attention_ranks, cost_limit)
-        rest = choose_fewest_hosts(of(slow), ranks - attention_ranks, cost_limit)
+        first = choose_fewest_hosts(select_by_speed(fast), attention_ranks, cost_limit)
+        rest = choose_fewest_hosts(select_by_speed(slow), ranks - attention_ranks, cost_limit)
         if first and rest:
             return first + rest
     chosen = choose_fewest_hosts(offers, ranks, cost_limit)

@@ -68,12 +68,12 @@ def make_reversible_move(
     told = details | {"before": others}
     back = {"job": job, "role": role, "pinned": pinned, "degrees": list(degrees)}
 
-    def made(resident: str, gang: str) -> Move:
+    def make_move(resident: str, gang: str) -> Move:
         return Move(
             resident, gang, now_ms, now_ms + round(1000 * settings.move_timeout_s), back, told
         )
 
-    return made
+    return make_move
 
 
 def finish_moves(draft: PoolDraft) -> None:

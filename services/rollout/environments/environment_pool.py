@@ -170,7 +170,7 @@ class EnvironmentPool:
                         f"the environment {self._environment_name} hung: {error}",
                         kind=TIMED_OUT,
                         where=process.name,
-                        fix="make it finish, or raise environment.step_deadline_s",
+                        fix="Make it finish, or raise environment.step_deadline_s",
                     ) from error
                 if losses > MAX_LOSSES:
                     raise TrajectoryFailed(

@@ -98,7 +98,7 @@ class EnvironmentChild:
         name, log, job = child.name, str(self._log), self._job
         code = await child.wait(EXIT_TIMEOUT_S) if isinstance(error, PeerLost) else child.poll()
         if code is None:  # it runs, and is killed because it does not answer
-            why = f"it was killed: {error}"
+            why = f"the process was killed: {error}"
             await self._reports.report(
                 ExitReport(name, KILLED_STATUS, why, job=job, log=log, charge_job=False)
             )
@@ -119,7 +119,7 @@ class EnvironmentChild:
             if failure is not None
             else f"{why}; its log ends: {read_log_end(self._log)}"
         )
-        return EnvironmentLost(f"environment process {name} ended: {said}")
+        return EnvironmentLost(f"environment process {name} exited: {said}")
 
     async def _stop_child(self) -> None:
         """Stop the process, with a time limit for the cleanup of its environments."""
@@ -179,10 +179,12 @@ class EnvironmentProcess(EnvironmentChild):
             child.kill()
             await child.wait(5.0)
             if late and len(batch) == 1:
-                return [EnvironmentHung(f"{batch[0][1]}() took over {deadline_s:.0f} s")]
+                return [EnvironmentHung(f"{batch[0][1]}() took longer than {deadline_s:.0f} s")]
             if late and isinstance(lost, EnvironmentLost):
                 names = sorted({f"{operation[1]}()" for operation in batch})
-                lost.overdue_operations = f"{' or '.join(names)} took over {deadline_s:.0f} s"
+                lost.overdue_operations = (
+                    f"{' or '.join(names)} took longer than {deadline_s:.0f} s"
+                )
             return [lost] * len(batch)
         self._is_starting = False
         return [decode_answer(status, value, self.name) for _, status, value in answers]
@@ -222,7 +224,7 @@ def encode_operation(message: Any, operation: str, process_name: str) -> bytes |
         return pack_message(message)
     except BadMessage as error:
         return ToolFailed(
-            f"{operation}() was given what cannot travel: {error}", where=process_name
+            f"an argument of {operation}() cannot be serialized: {error}", where=process_name
         )
 
 
@@ -236,5 +238,5 @@ def decode_answer(status: str, value: Any, process_name: str) -> Any:
         f"the environment raised {value}",
         kind="environment raised",
         detail=str(value),
-        fix=f"see the job's module; what it prints is in the log of {process_name}",
+        fix=f"Correct the job's module; its output is in the log of {process_name}",
     )

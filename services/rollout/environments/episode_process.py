@@ -125,7 +125,9 @@ class EpisodeProcess(EnvironmentChild):
                     self._probed_at_s = now
                     self._enqueue(pack_message([PROBE_NUMBER, 0, "text", []]))
                 elif self._probed_at_s is not None and now > self._probed_at_s + PROBE_TIMEOUT_S:
-                    raise EnvironmentLost(f"nothing was answered in {PROBE_TIMEOUT_S:g} s")
+                    raise EnvironmentLost(
+                        f"the process did not answer a probe within {PROBE_TIMEOUT_S:g} s"
+                    )
         except Exception as error:  # open operations would stay pending after any error
             await self._abandon_child(child, error)
 
@@ -143,7 +145,7 @@ class EpisodeProcess(EnvironmentChild):
         return [n for n, o in self._open_operations.items() if o.deadline_s < now]
 
     def _make_hung_error(self, number: int) -> EnvironmentHung:
-        return EnvironmentHung(f"no answer in {self._open_operations[number].timeout_s:.0f} s")
+        return EnvironmentHung(f"no answer within {self._open_operations[number].timeout_s:.0f} s")
 
     async def _abandon_child(self, child: ChildProcess | None, error: Exception) -> None:
         """Abandon a process (None: it did not start) with all its open operations."""

@@ -77,14 +77,14 @@ class GroupCommit:
         sizes = len(flush.token_counts) - n, len(flush.finish_reasons) - n
         lengths = len(flush.tokens), len(flush.logprobs), len(flush.token_versions)
         if any(sizes) or set(lengths) != {total} or (n and int(flush.token_counts.min()) < 0):
-            raise BadMessage(f"a flush of {n} requests and {lengths} tokens", where=engine)
+            raise BadMessage(f"flush of {n} requests has arrays of {lengths} tokens", where=engine)
         codes = set(flush.finish_reasons.tolist())
         if not codes <= _FINISH_CODES:
-            raise BadMessage(f"a flush with finish codes {codes}", where=engine)
+            raise BadMessage(f"flush has unknown finish codes in {codes}", where=engine)
         experts = flush.expert_ids
         if experts.dtype != np.int16 or experts.ndim != 2 or len(experts) not in (0, total):
             told = f"{experts.dtype}{list(experts.shape)}"
-            raise BadMessage(f"a flush of {total} tokens, and experts {told}", where=engine)
+            raise BadMessage(f"flush of {total} tokens has experts of {told}", where=engine)
         self._enqueue_flush(engine, flush)
         if self._backlog_tokens > BACKLOG_TOKENS:
             await self.wait_until_written()
@@ -92,7 +92,7 @@ class GroupCommit:
     async def wait_until_written(self) -> None:
         """Wait until all received tokens are written."""
         if self._task is not None:
-            with self._mesh.wait("tokens to be written", on="disk"):
+            with self._mesh.wait("the write of received tokens", on="disk"):
                 await asyncio.wait([self._task])
 
     def _enqueue_flush(self, engine: str, flush: TokenBatch) -> None:

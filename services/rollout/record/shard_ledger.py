@@ -108,8 +108,8 @@ def _describe_recovery(restarted: set[int], cut: set[int]) -> str:
     if restarted:
         told.append(f"{_format_groups(restarted)} from the prompt")
     if cut:
-        told.append(f"{_format_groups(cut)} from what was read before the damage")
-    return f"it goes on: {', '.join(told)}" if told else "no open group needs it"
+        told.append(f"{_format_groups(cut)} from the records before the corruption")
+    return f"continued: {', '.join(told)}" if told else "no open group needs it"
 
 
 def _format_groups(groups: set[int]) -> str:
@@ -168,7 +168,7 @@ class ShardLedger:
         open_now = {a.group for a in await rows.read_open_groups(mesh.state, job, mesh.name)}
         for one in found:
             if one.is_unstarted and open_now - mentioned:
-                one.corruption = "it is gone, or empty"
+                one.corruption = "the file is missing or empty"
             if not one.corruption:
                 await self._adopt_segment(one)
         await self._start_segment()

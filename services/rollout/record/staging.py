@@ -113,7 +113,7 @@ class Staging:
         rows = len(self._requests)
         more = max(INITIAL_ROWS, rows)
         if rows + more > _ROW:
-            raise Overloaded(f"{rows} requests are out", where="rollout shard")
+            raise Overloaded(f"{rows} requests are in flight", where="rollout shard")
         self._request_ids = np.append(self._request_ids, np.full(more, NO_REQUEST, np.int64))
         self._trajectory_ids = np.append(self._trajectory_ids, np.zeros(more, np.int64))
         self._recorded = np.append(self._recorded, np.zeros(more, bool))

@@ -100,7 +100,7 @@ def parse_verdict(text: str, yes: str, no: str) -> float:
         return number
     raise JudgeFailed(
         f"the judge's last line is neither {yes}, {no} nor a number: {last[:MAX_SHOWN_CHARS]!r}",
-        fix="let the template ask for a verdict on a line of its own",
+        fix="Change the template so that it requests a verdict on a line of its own",
     )
 
 
@@ -172,7 +172,8 @@ class ServerJudge:
                     wait_s = max(error.retry_after_s, pause_s * (0.5 + self._mesh.random.random()))
                     if clock.monotonic() + wait_s >= until:
                         raise JudgeFailed(
-                            f"no verdict in {self._config.retry_timeout_s:g} s; at last: {error}",
+                            f"no verdict within {self._config.retry_timeout_s:g} s; last "
+                            f"error: {error}",
                             where=self._config.use,
                         ) from error
                 await clock.sleep(wait_s)
@@ -197,7 +198,7 @@ class ServerJudge:
                 content = await self._read_answer(answer)
                 status, pause = answer.status, answer.headers.get("Retry-After", "")
         except TimeoutError as error:
-            raise _RetryableError(f"no answer in {self._config.deadline_s:g} s") from error
+            raise _RetryableError(f"no answer within {self._config.deadline_s:g} s") from error
         except aiohttp.ClientError as error:
             raise _RetryableError(f"{type(error).__name__}: {error}") from error
         text = content.decode(errors="replace")
@@ -213,16 +214,18 @@ class ServerJudge:
             said = message.get("content")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise JudgeFailed(
-                f"the judge's answer is no completion: {text[:MAX_SHOWN_CHARS]}"
+                f"the judge's answer is not a chat completion: {text[:MAX_SHOWN_CHARS]}"
             ) from error
         if choice.get("finish_reason") == "length":
             raise JudgeFailed(
-                "the judge's answer was cut", where=self._config.use, fix="raise its max_tokens"
+                "the judge's answer was truncated",
+                where=self._config.use,
+                fix="Raise its max_tokens",
             )
         if message.get("refusal") or not isinstance(said, str) or not said.strip():
             why = message.get("refusal") or text
             raise JudgeFailed(
-                f"the judge refused: {str(why)[:MAX_SHOWN_CHARS]}", where=self._config.use
+                f"the judge gave no verdict: {str(why)[:MAX_SHOWN_CHARS]}", where=self._config.use
             )
         return said
 
@@ -232,7 +235,8 @@ class ServerJudge:
             content += part
             if len(content) > MAX_ANSWER_BYTES:
                 raise JudgeFailed(
-                    f"an answer of over {MAX_ANSWER_BYTES} bytes", where=self._config.use
+                    f"the judge's answer has more than {MAX_ANSWER_BYTES} bytes",
+                    where=self._config.use,
                 )
         return bytes(content)
 
@@ -244,7 +248,7 @@ class ServerJudge:
         if not key:
             raise JudgeFailed(
                 f"the environment of {self._mesh.name} has no variable {name}",
-                fix="set it where the mesh is started",
+                fix="Set it in the shell that starts the mesh",
             )
         return {"Authorization": f"Bearer {key}"}
 

@@ -59,7 +59,7 @@ STATUS_TEXTS = {  # failures of a call of the author's code, by status
     RAISED: "raised",
     TIMEOUT: "timed out",
     CRASHED: "crashed",
-    BAD_VALUE: "returned no fit value",
+    BAD_VALUE: "returned an invalid value",
     UNSUPPORTED: "has tests that it cannot run",
     OUT_OF_MEMORY: "ran out of memory",
     POSTPONED: "was not begun",
@@ -201,7 +201,9 @@ class SandboxClient:
         if name not in tools:
             known = ", ".join(sorted(tools)) or "none"
             raise TrajectoryFailed(
-                f"no tool is called {name!r}", kind="no such tool", fix=f"the job names: {known}"
+                f"there is no tool {name!r}",
+                kind="no such tool",
+                fix=f"Use a tool of the job: {known}",
             )
         kept = _ToolSession()
         if name in self._session_tools and session:
@@ -334,13 +336,13 @@ class SandboxClient:
                     raise
                 self._selector.invalidate()
                 session.sandbox = ""
-                lost = f"the sandbox was lost, with all that the call has done: {error}"
+                lost = f"the sandbox was lost with the state of the session: {error}"
                 value = {"status": CRASHED, "output": f"[{CRASHED}: {lost}]"}
                 jailed = queued.name in self._jailed_tools
                 return CallOutcome(call.id, CRASHED, value if jailed else None, lost)
             finally:
                 self._selector.count_calls(name, -1)
-        return CallOutcome(call.id, CRASHED, None, "no sandbox takes the job")
+        return CallOutcome(call.id, CRASHED, None, "no sandbox accepts the job")
 
     async def _score_batch(self, batch: list[RewardArguments]) -> list[CallOutcome | Exception]:
         deadline_s = self._job.config.reward.deadline_s
@@ -368,7 +370,7 @@ class SandboxClient:
                 return list(answer.outcomes)
             except NotFound as error:
                 if clock.monotonic() - started > UNAVAILABLE_TIMEOUT_S:
-                    return [ToolFailed(f"{name} does not keep the job: {error}")] * calls
+                    return [ToolFailed(f"{name} unloads the job repeatedly: {error}")] * calls
                 await self._load_on(name)
             except MeshError as error:
                 if not error.retryable:
@@ -417,5 +419,7 @@ def _get_value(outcome: CallOutcome, what: str) -> Any:
         f"{what}: {outcome.status}: {outcome.error}",
         kind=f"{what} {STATUS_TEXTS.get(outcome.status, outcome.status)}",
         detail=outcome.error,
-        fix="mend the row's tests" if outcome.status == UNSUPPORTED else "see the job's module",
+        fix="Correct the row's tests"
+        if outcome.status == UNSUPPORTED
+        else "Correct the function in the job's module",
     )

@@ -108,7 +108,7 @@ class ScoringClient:
         """
         ref, clock = self._mesh.ref(self._name), self._mesh.job_clock
         try:
-            with self._mesh.wait(f"{method.name} by frozen models", on=self._name):
+            with self._mesh.wait(f"{method.name} by the frozen models", on=self._name):
                 return await retry(
                     clock,
                     lambda: ref.call(method, request, deadline_s=deadline_s),
@@ -144,7 +144,9 @@ async def _answer_each(
         try:
             answers += await answer_batch([one])
         except RemoteFailure as error:
-            answers.append(ScoringFailed(f"it breaks the process of the frozen models: {error}"))
+            answers.append(
+                ScoringFailed(f"the request makes the process of the frozen models fail: {error}")
+            )
         except ScoringFailed as error:
             answers.append(error)
     return answers
@@ -152,5 +154,5 @@ async def _answer_each(
 
 def _make_scoring_error(errors: Sequence[str]) -> ScoringFailed:
     return ScoringFailed(
-        "; ".join(errors), fix="see max_tokens and the tokenizer of the job's frozen models"
+        "; ".join(errors), fix="Check max_tokens and the tokenizer of the job's frozen models"
     )

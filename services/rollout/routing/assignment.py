@@ -253,13 +253,13 @@ class Assignment:
         if finish is FinishReason.REJECTED:
             if now - self._failing_since_s > MAX_REJECTION_S:
                 raise ToolFailed(
-                    f"engines have refused trajectory {identity} for {MAX_REJECTION_S:.0f} s",
-                    fix="see the engines' logs",
+                    f"engines have rejected trajectory {identity} for {MAX_REJECTION_S:.0f} s",
+                    fix="Read the engines' logs",
                 )
             return
         self._attempts += 1
         if self._attempts >= MAX_ATTEMPTS:
             raise ToolFailed(
-                f"{MAX_ATTEMPTS} engines in a row failed trajectory {identity}",
-                fix="see the engines' logs for the request that they cannot serve",
+                f"{MAX_ATTEMPTS} engines in a row failed to serve trajectory {identity}",
+                fix="Read the engines' logs for the request that they cannot serve",
             )

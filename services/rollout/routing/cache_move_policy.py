@@ -61,7 +61,7 @@ class MoveCosts:
             if self.skipped_moves == REMEASURE_AFTER:
                 self.skipped_moves = 0
                 return MoveChoice(
-                    "move", f"measured anew: {choice.reason}, {REMEASURE_AFTER} times in a row"
+                    "move", f"measured again: {choice.reason}, {REMEASURE_AFTER} times in a row"
                 )
         return choice
 
@@ -80,13 +80,14 @@ class MoveCosts:
 def choose_cheaper(tokens: int, costs: MoveCosts) -> MoveChoice:
     """Choose between a move and recomputation for a session of `tokens` tokens."""
     if not costs.bytes_per_token:
-        return MoveChoice("recompute", "the engine takes nothing over")
+        return MoveChoice("recompute", "the engine accepts no cache transfer")
     if tokens <= STEP_TOKENS:
         return MoveChoice("recompute", f"{tokens} tokens are computed in one step")
     first_s, prefill_s = costs.first_byte_s, costs.predict_prefill_s(tokens)
     if first_s is not None and prefill_s is not None and prefill_s <= first_s:
         return MoveChoice(
             "recompute",
-            f"{tokens} tokens are computed in {prefill_s:.3g} s, before any come: {first_s:.3g} s",
+            f"{tokens} tokens are computed in {prefill_s:.3g} s, and the first byte arrives "
+            f"after {first_s:.3g} s",
         )
-    return MoveChoice("move", f"{tokens} tokens come while they are computed")
+    return MoveChoice("move", f"{tokens} tokens start to arrive before they could be computed")

@@ -81,7 +81,7 @@ class BucketScheduler:
     ) -> BucketDecision:
         """Decide the bucket after a tool has answered the trajectory's open turn."""
         if len(self.buckets) == 1:
-            return BucketDecision("already_in_target", 0, "there is one bucket")
+            return BucketDecision("already_in_target", 0, "only one bucket exists")
         bucket_state.tool_returns = collect_tool_returns(trajectory, bucket_state.tool_returns)
         decision = self.decide_bucket(
             trajectory, [state for state, _ in bucket_state.tool_returns], bucket_state.bucket

@@ -234,7 +234,7 @@ class EngineLink:
         except MeshError:
             self._abort([request.id])
             self._group_commit.abort(self.name, [request.id])
-            async with clock.timeout(TURN_TIMEOUT_S, "tokens to be written"):
+            async with clock.timeout(TURN_TIMEOUT_S, "the write of received tokens"):
                 return await request.done
 
     def get_move_costs(self, source: EngineLink) -> MoveCosts:

@@ -85,4 +85,4 @@ def _read_lines(path: Path) -> tuple[list[PastTrajectory], str]:
             continue
         found.append(PastTrajectory(prompt, tuple(states), sampled))
     gone = len(rows) - len(found)
-    return found, f"{gone} of {len(rows)} lines are damaged" if gone else ""
+    return found, f"{gone} of {len(rows)} lines are corrupt" if gone else ""

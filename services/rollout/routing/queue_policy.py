@@ -188,19 +188,21 @@ def decide_bucket(
     """
     if estimate is None:
         return BucketDecision(
-            "tree_node_not_found", current, "no such tool returns have been seen often"
+            "tree_node_not_found", current, "too few trajectories had such tool returns"
         )
     by_mean = find_bucket(estimate.mean, buckets)
     by_p90 = find_bucket(estimate.p90, buckets)
     seen = (
-        f"{estimate.visits} trajectories went on for {estimate.mean:.0f} tokens on average and "
+        f"{estimate.visits} trajectories continued for {estimate.mean:.0f} tokens on average and "
         f"{estimate.p90:.0f} at the 90th percentile after {estimate.depth} such tool returns "
         f"({'this prompt' if estimate.tree == 'prompt' else 'all prompts'})"
     )
     if by_mean != by_p90:
         return BucketDecision(
-            "mean_p90_disagree", current, f"{seen}: buckets {by_mean} and {by_p90}"
+            "mean_p90_disagree",
+            current,
+            f"{seen}: mean and percentile give buckets {by_mean} and {by_p90}",
         )
     if by_mean == current:
-        return BucketDecision("already_in_target", current, f"{seen}: bucket {current} as it is")
+        return BucketDecision("already_in_target", current, f"{seen}: bucket {current} stays")
     return BucketDecision("causal_signal_agree", by_mean, f"{seen}: bucket {current} to {by_mean}")

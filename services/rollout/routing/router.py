@@ -202,7 +202,7 @@ class Router:
             return assignment.assign(self.links[name])
         self._arrivals += 1
         placed = assignment.enqueue((*self._compute_order(assignment), self._arrivals))
-        async with self.clock.timeout(PLACE_TIMEOUT_S, "an engine for a trajectory"):
+        async with self.clock.timeout(PLACE_TIMEOUT_S, "waiting for an engine for a trajectory"):
             await placed
 
     def enqueue(self, assignment: Assignment) -> None:

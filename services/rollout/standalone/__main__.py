@@ -62,7 +62,9 @@ async def _play(
         )
     except ToolFailed as error:
         if "KeyError" in error.message and args.row is None:
-            error.fix = "It needs more of a row than the prompt: --row N plays a whole one"
+            error.fix = (
+                "Play a whole row with --row N: the environment needs more keys than the prompt"
+            )
         raise
     console.print_result(played, args.json)
 
@@ -107,15 +109,19 @@ def choose_row(
     row: dict[str, Any] = {}
     if number is not None:
         if not 0 <= number < len(rows):
-            raise NotFound(f"there is no row {number}", fix=f"Rows go from 0 to {len(rows) - 1}")
+            raise NotFound(
+                f"there is no row {number}", fix=f"Choose a row from 0 to {len(rows) - 1}"
+            )
         row = rows[number]
     return row if prompt is None else {**row, config.dataset.prompt: prompt}
 
 
 def create_parser() -> argparse.ArgumentParser:
     found = create_base_parser(__doc__)
-    found.add_argument("--prompt", help="one trajectory of this prompt")
-    found.add_argument("--row", type=int, help="one trajectory of a held-out row, from 0")
+    found.add_argument("--prompt", help="sample one trajectory of this prompt")
+    found.add_argument(
+        "--row", type=int, help="sample one trajectory of this held-out row, counted from 0"
+    )
     return found
 
 

@@ -50,7 +50,7 @@ class ChatConsole:
         if role == "tool":
             text = f"{turn['name']}({json.dumps(turn['input'], ensure_ascii=False)}) -> {text}"
         if turn.get("truncated"):
-            text += " [cut: no room for more]"
+            text += " [truncated: the limit is reached]"
         label, out = f"{role + ':':<13}", unwrap_stream(sys.stdout)
         text = escape_controls(text)
         if self._colored:
@@ -75,9 +75,11 @@ class ChatConsole:
 
 def create_base_parser(description: str | None) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=description)
-    found.add_argument("--run", type=Path, required=True, help="the run, whose job it is")
-    found.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
-    found.add_argument("--scratch", type=Path, required=True, help="for logs")
+    found.add_argument("--run", type=Path, required=True, help="run directory of the job")
+    found.add_argument(
+        "--model", type=Path, required=True, help="directory of the model in Hugging Face format"
+    )
+    found.add_argument("--scratch", type=Path, required=True, help="directory for logs")
     found.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     found.add_argument("--seed", type=int)
     found.add_argument("--json", action="store_true", help="a trajectory a line")
@@ -90,7 +92,7 @@ def load_job(run: Path, action: str) -> JobData:
     job = JobData.from_document(document["job"], document["document"], str(run))
     if job.config.environment.verifiers:
         raise ConfigError(
-            f"a verifiers environment cannot be {action}", fix="`meshrl eval` evaluates it"
+            f"an environment of verifiers cannot be {action}", fix="Use `meshrl eval`"
         )
     return job
 

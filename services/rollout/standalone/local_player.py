@@ -140,9 +140,9 @@ class LocalPlayer:
         t.set_prompt(await self.call_environment(key, "begin", row))
         if t.length >= self.max_length:
             raise Refused(
-                f"the prompt is too long: it has {t.length} tokens, and a trajectory at most "
+                f"the prompt has {t.length} tokens, and a trajectory may have at most "
                 f"{self.max_length}",
-                fix="Shorten it; rollout.max_tokens of the job, or the model's positions, say so",
+                fix="Shorten it, or raise rollout.max_tokens up to the model's positions",
             )
         show_turn({"role": "prompt", "text": self.transcript.decode_prompt(t)})
         max_new_tokens = self.max_length if max_new_tokens is None else max_new_tokens
@@ -211,7 +211,7 @@ class LocalPlayer:
             said = lines[-1] if lines else ""
             raise ToolFailed(
                 f"the environment did not answer {operation}(): {said or error}",
-                fix="See the job's module",
+                fix="Correct the job's module",
             ) from error
         [[_, status, value]] = told
         answer = decode_answer(status, value, "environment")
@@ -223,12 +223,12 @@ class LocalPlayer:
         config = self.job.config
         if name not in config.environment.tools:
             known = ", ".join(sorted(config.environment.tools)) or "none"
-            raise ToolFailed(f"no tool is called {name!r}", fix=f"The job names: {known}")
+            raise ToolFailed(f"there is no tool {name!r}", fix=f"Use a tool of the job: {known}")
         deadline_s = max(config.environment.tool_deadline_s, config.sandbox.wall_s)
         call = ToolCall(0, self.job.id, name, argument, deadline_s, session, begun)
         outcome = await self._call_sandbox("run_tools", RunTools([call]), 5 * deadline_s)
         if outcome.status != OK and outcome.value is None:
-            raise ToolFailed(f"tool {name}: {outcome.status}: {outcome.error}")
+            raise ToolFailed(f"tool {name} failed: {outcome.status}: {outcome.error}")
         return outcome.value
 
     async def compute_reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
@@ -239,7 +239,7 @@ class LocalPlayer:
             "score_trajectories", RewardBatch([call]), 5 * deadline_s
         )
         if outcome.status != OK:
-            raise ToolFailed(f"the reward: {outcome.status}: {outcome.error}")
+            raise ToolFailed(f"the reward failed: {outcome.status}: {outcome.error}")
         return float(outcome.value)
 
     async def _call_sandbox(self, method: str, request: Any, deadline_s: float) -> CallOutcome:
@@ -266,7 +266,7 @@ class LocalPlayer:
         try:
             frame = await self._sandbox.recv(deadline_s)
         except EOFError as error:
-            raise ToolFailed("the sandbox has ended", where=str(self.scratch)) from error
+            raise ToolFailed("the sandbox has exited", where=str(self.scratch)) from error
         status, *rest = msgpack.unpackb(frame, raw=False)
         if status != "ok":
             raise from_wire(*rest)

@@ -76,7 +76,9 @@ async def sample(
         )
     except ToolFailed as error:
         if "KeyError" in error.message and not request.is_complete:
-            error.fix = "It needs more of a row than the prompt: give a whole row, a JSON object"
+            error.fix = (
+                "Give a whole row as a JSON object: the environment needs more keys than the prompt"
+            )
         found.error = str(error)
         return found
     found.trajectory = played
@@ -88,7 +90,10 @@ async def sample(
         if request.is_complete:
             found.error = str(error)
         else:
-            found.note = f"none: {error.message}. Give a whole row, a JSON object, if it needs one"
+            found.note = (
+                f"none: {error.message}. Give a whole row as a JSON object if the reward needs "
+                "its keys"
+            )
     return found
 
 
@@ -152,8 +157,10 @@ async def main(args: argparse.Namespace) -> int:
 
 def create_parser() -> argparse.ArgumentParser:
     found = create_base_parser(__doc__)
-    found.add_argument("--n", type=int, default=1, help="trajectories of each")
-    found.add_argument("--max-tokens", type=int, help="that the model samples of each at most")
+    found.add_argument("--n", type=int, default=1, help="trajectories of each prompt")
+    found.add_argument(
+        "--max-tokens", type=int, help="maximum of tokens sampled for each trajectory"
+    )
     return found
 
 

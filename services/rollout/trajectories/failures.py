@@ -99,7 +99,7 @@ class FailureReporter:
         be repeated.
         """
         found = self._get_kind(kind, strip_location(text), extract_location(text), False)
-        found.calls, found.fix = found.calls + 1, f"make it finish, or raise {setting}"
+        found.calls, found.fix = found.calls + 1, f"Make it finish, or raise {setting}"
         now = self._mesh.job_clock.monotonic()
         row = self._hung_calls.setdefault(function, _HungCalls(now - deadline_s, deadline_s))
         row.calls, row.text = row.calls + 1, f"{text}; {found.fix}"
@@ -121,16 +121,18 @@ class FailureReporter:
         for row in self._hung_calls.values():
             lasted = now - row.since_s
             if row.calls >= MIN_HUNG_CALLS and lasted >= MIN_HUNG_DEADLINES * row.deadline_s:
-                return f"none of the last {row.calls} calls ended, in {lasted:.0f} s: {row.text}"
+                return (
+                    f"none of the last {row.calls} calls finished within {lasted:.0f} s: {row.text}"
+                )
         return ""
 
     async def close(self) -> None:
         """Report the remaining failures within a time limit."""
         try:
-            async with self._mesh.clock.timeout(CLOSE_TIMEOUT_S, "the last failures"):
+            async with self._mesh.clock.timeout(CLOSE_TIMEOUT_S, "reporting the last failures"):
                 await self.report(last=True)
         except MeshError as error:
-            self._mesh.telemetry.log.warning("failures not told", error=str(error))
+            self._mesh.telemetry.log.warning("failures could not be reported", error=str(error))
 
     async def report(self, last: bool = False) -> None:
         """Report new failures to the event stream; after a retryable MeshError the rest is reported

@@ -25,9 +25,9 @@ def find_stop_token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]
     unknown = [text for text, token in found.items() if token is None]
     if unknown:
         raise ConfigError(
-            f"{unknown[0]!r} is no token of the tokenizer",
+            f"{unknown[0]!r} is not a token of the tokenizer",
             where="rollout.stop",
-            fix="name one of its tokens, or put the text into rollout.stop_text",
+            fix="Name one of its tokens, or set rollout.stop_text to the text",
         )
     return [token for token in found.values() if token is not None]
 

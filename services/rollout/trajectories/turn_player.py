@@ -96,7 +96,7 @@ class TurnPlayer(ABC):
         while action == "tool":
             if len(t.open_turn.list_calls()) >= MAX_TOOL_CALLS:
                 raise TrajectoryFailed(
-                    f"the environment asked for over {MAX_TOOL_CALLS} tool calls in a turn",
+                    f"the environment requested more than {MAX_TOOL_CALLS} tool calls in one turn",
                     kind="environment calls tools without end",
                 )
             name, argument = value

@@ -251,12 +251,12 @@ class JailLauncher:
             undone.pop_all()
         self.started_count += 1
 
-        def ended() -> None:
+        def release_resources() -> None:
             self.resource_pool.drop_reference(place)
             zygote.jail_ended()
 
         keeper, cells = pipes["keeper"], pipes.get("cells")
-        jail = Jail(self.clock, limits, keeper, cells, output, place.cgroup, ended)
+        jail = Jail(self.clock, limits, keeper, cells, output, place.cgroup, release_resources)
         return jail, zygote, answer
 
     def _build_request(

@@ -30,7 +30,7 @@ def get_algorithm(name: str) -> Algorithm:
         raise ConfigError(
             f"unknown algorithm {name!r}",
             where="algorithm.name",
-            fix=f"use one of {', '.join(sorted(ALGORITHMS))}",
+            fix=f"Use one of {', '.join(sorted(ALGORITHMS))}",
         )
     return ALGORITHMS[name]
 

@@ -97,18 +97,18 @@ class Bin:
         known = {name: array for name, array in arrays.items() if name not in extras}
         experts = known.pop("expert_ids", None)
         if set(known) != set(_DTYPES):
-            raise BadMessage(f"a bin has the arrays {sorted(_DTYPES)}, not {sorted(known)}")
+            raise BadMessage(f"a bin must have the arrays {sorted(_DTYPES)}, not {sorted(known)}")
         places = known["tokens"].shape
         for name, array in (known | extras).items():
             shape = places if name != "cu_seqlens" else (len(array),)
             if array.dtype != _DTYPES.get(name, np.float32) or array.shape != shape:
                 raise BadMessage(f"array {name} of a bin is {array.dtype}{list(array.shape)}")
         if experts is not None and (experts.dtype != np.int16 or experts.shape[:1] != places):
-            raise BadMessage(f"experts of a bin are {experts.dtype}{list(experts.shape)}")
+            raise BadMessage(f"expert_ids of a bin are {experts.dtype}{list(experts.shape)}")
         starts = known["cu_seqlens"]
         rising = len(starts) > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
         if len(places) != 1 or not rising or int(starts[-1]) > places[0]:
-            raise BadMessage("cu_seqlens of a bin does not rise within its positions")
+            raise BadMessage("cu_seqlens of a bin does not increase within its positions")
         return cls(
             **{name: _make_writable(array) for name, array in known.items()},
             extras={
@@ -190,7 +190,7 @@ def find_fresh_tokens(sequence: TrainingSequence, version: int) -> Bools:
 
 def _reject_empty(sequences: Many[TrainingSequence]) -> None:
     if any(s.position_count < 1 for s in sequences):
-        raise ValueError("a sequence to train on has fewer than two tokens")
+        raise ValueError("a training sequence has fewer than two tokens")
 
 
 def _concatenate(arrays: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:

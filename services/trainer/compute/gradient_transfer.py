@@ -102,7 +102,7 @@ async def fetch_gradient(
     """
     entry = await registry.lookup(mesh.state, name)
     if entry is None or not entry.alive:
-        raise PeerLost(f"{name} has gone with its gradient", where=name)
+        raise PeerLost(f"{name} has exited with its gradient", where=name)
     if address:
         entry = replace(entry, bulk=address)
     whole = np.empty(element_count, np.float32)

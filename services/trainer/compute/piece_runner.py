@@ -197,8 +197,8 @@ class PieceRunner:
             yield
         except CorruptData as error:
             self._loss = RankLost(
-                f"what it kept while it slept is lost: {error}",
-                fix="it goes on from the last committed step",
+                f"the state offloaded during sleep is lost: {error}",
+                fix="Wait: training continues from the last committed step",
             )
             self._wake()
             raise

@@ -61,7 +61,7 @@ class RankLossCounter:
         """Record a loss once; raise `error` after too many, Fenced without a lease."""
         mesh = self._mesh
         self.consecutive += 1
-        mesh.telemetry.log.warning("step cut off", error=str(error))
+        mesh.telemetry.log.warning("step aborted", error=str(error))
         fields = {"job": self._job, "why": str(error)}
         operation = mesh.random.hex_token(8)
         await retry(
@@ -177,7 +177,7 @@ class TrainerCore(Actor):
     @call(Trainer.join_hybrid)
     def join(self, instance: str) -> int:
         if why := self.publisher.hybrid_rejection:
-            raise Refused(why, where=self.mesh.name, fix="set training.dtype to rollout.dtype")
+            raise Refused(why, where=self.mesh.name, fix="Set training.dtype to rollout.dtype")
         return self.gradients.add_hybrid(instance)
 
     @call(Trainer.leave_hybrid)
@@ -271,7 +271,7 @@ class TrainerCore(Actor):
                     await self._recover_state(row)
             await self.publisher.load_version(self.position.manifest)
         if why := self.publisher.hybrid_rejection:
-            self.mesh.telemetry.log.warning("no helpers", why=why)
+            self.mesh.telemetry.log.warning("no hybrids", why=why)
         self.first_version.warm_start_fraction = 1.0
         if row.phase in (jobs.Phase.QUEUED, jobs.Phase.WARM_START):
             await self._set_job_phase(jobs.Phase.BASELINE)
@@ -289,7 +289,7 @@ class TrainerCore(Actor):
     async def _read_job(self) -> jobs.JobRow:
         row = await retry(self.mesh.clock, lambda: jobs.read_job(self.mesh.state, self.data.id))
         if row is None:
-            raise NotFound(f"the job {self.data.id} is not in Redis any more")
+            raise NotFound(f"job {self.data.id} is not in Redis any more")
         return row
 
     async def _set_job_phase(self, phase: jobs.Phase) -> None:

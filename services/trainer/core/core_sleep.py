@@ -47,7 +47,9 @@ class CoreSleeper:
         """Pause leases of groups and rounds, and offload the state; see `GangCompute.sleep`."""
         core = self._core
         if not core.is_ready:
-            raise Refused("it is starting", where=core.mesh.name, fix="wait until it is ready")
+            raise Refused(
+                "the core is starting", where=core.mesh.name, fix="Wait until it is ready"
+            )
         self._set_paused(True)
         try:
             about = partial(core.describe_state, tier=core.tiers.sleep_tier)
@@ -85,7 +87,9 @@ class CoreSleeper:
         """
         core = self._core
         if not core.is_ready:
-            raise Refused("it is starting", where=core.mesh.name, fix="wait until it is ready")
+            raise Refused(
+                "the core is starting", where=core.mesh.name, fix="Wait until it is ready"
+            )
         stood_still = core.gradients.is_asleep
         self._set_paused(True)
         try:
@@ -110,7 +114,7 @@ class CoreSleeper:
                     f"step {core.position.version + 1} is not committed after "
                     f"{COMMIT_TIMEOUT_S:g} s",
                     where=core.mesh.name,
-                    fix="ask again when the job goes on, or its evaluation is there",
+                    fix="Retry when the job continues, or when its evaluation is complete",
                 )
             core.runner.resume_steps()  # its computed step is committed soon
             await clock.sleep(POLL_S)
@@ -141,7 +145,7 @@ class CoreSleeper:
         try:
             found = await places.find_stored()
         except MeshError as error:  # its worker is unreachable
-            core.mesh.telemetry.log.warning("what was kept is out of reach", error=str(error))
+            core.mesh.telemetry.log.warning("offloaded state is unreachable", error=str(error))
             return False
         if found is None:
             return False

@@ -42,9 +42,9 @@ class Recovery:
             return await self._open_lineage(name, checkpoint, row)
         if checkpoint.step == row.version and checkpoint.weights != row.manifest:
             raise ConfigError(
-                f"checkpoint {name} holds other weights than version {checkpoint.step}",
+                f"checkpoint {name} has other weights than version {checkpoint.step}",
                 where=self._mesh.name,
-                fix="remove it, and resume the run from the one before",
+                fix="Remove it, and resume the run from the checkpoint before it",
             )
         # Ranks with another division than those of a checkpoint resume in a new lineage. In a
         # lineage that began there, records name the division of each step.

@@ -47,7 +47,7 @@ async def wait_for_evaluation(mesh: Mesh, data: JobData, version: int) -> None:
                 ):
                     return
                 if mesh.job_clock.monotonic() > until:
-                    mesh.log.warning("going on without the evaluation", version=version)
+                    mesh.log.warning("continuing without the evaluation", version=version)
                     return
                 await mesh.clock.sleep(POLL_S)
 

@@ -133,7 +133,8 @@ class RankGroup:
         for one in (StandbyAnswer(settings.host, address), *ready_ranks):
             if not one.address:
                 raise ConfigError(
-                    f"a gang over hosts, and {one.host} has no interface that others reach",
+                    f"the gang spans hosts, and {one.host} has no interface that other hosts "
+                    "can reach",
                     where=one.host,
                     fix="Set `interface` in its settings, or GLOO_SOCKET_IFNAME, to one that has "
                     'an address; or set pool.gang_scope to "host"',
@@ -215,9 +216,9 @@ class RankGroup:
 
     def build_loss_error(self, error: Exception) -> RankLost:
         return RankLost(
-            f"the gang of {self._rank.ranks} ranks has lost one ({error})",
+            f"the gang of {self._rank.ranks} ranks has lost a rank ({error})",
             where=self._mesh.name,
-            fix="it goes on from the last committed step when all ranks are there again",
+            fix="Wait: training continues from the last committed step when all ranks run again",
         )
 
     def require_generation(self) -> int:
@@ -230,7 +231,7 @@ class RankGroup:
     def check_generation(self, generation: int) -> None:
         """Raise RankLost unless the group still has this generation."""
         if self.require_generation() != generation:
-            raise self.build_loss_error(RankLost("the group has been formed anew"))
+            raise self.build_loss_error(RankLost("the group has been formed again"))
 
     def repeat_order(self, order: Q) -> list[Q]:
         return [order] * len(self.other_ranks)

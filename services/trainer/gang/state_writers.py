@@ -161,7 +161,9 @@ def check_rank_files(rank: int, names: Iterable[str]) -> None:
     """
     for name in names:
         if not re.fullmatch(rf"part-{rank:05d}-[0-9]{{5,}}\.safetensors", name):
-            raise BadMessage(f"{name!r:.80} is no file of rank {rank}'s rows", where="trainer")
+            raise BadMessage(
+                f"{name!r:.80} is not the name of a file of rank {rank}'s rows", where="trainer"
+            )
 
 
 class GangStaging:

@@ -138,7 +138,7 @@ class GradientCollector:
             return
         if self.is_asleep:
             self._release_rounds(result.instance)
-            raise Refused("the core sleeps", where=self._mesh.name, fix="ask for a round again")
+            raise Refused("the core sleeps", where=self._mesh.name, fix="Request a round again")
         stats = BinStats(**result.stats)
         self._count_time(result.instance, result.busy_s)
         if not work.board.claim_result(result.index):

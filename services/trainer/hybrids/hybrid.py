@@ -206,7 +206,7 @@ class Hybrid(StatelessSleeper, Actor):
         try:
             weights = (await self._receiver.receive(manifest)).tensors
         except (CorruptData, NotFound) as error:
-            self.mesh.telemetry.log.error("weights are damaged", error=str(error))
+            self.mesh.telemetry.log.error("weights are corrupt", error=str(error))
             await self._core.call(Trainer.restage_version, manifest)
             await self.mesh.clock.sleep(RETRY_S)
             return  # the next round request returns the weights needed by then

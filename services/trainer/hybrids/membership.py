@@ -113,8 +113,9 @@ class HybridMembership:
         if member is None or member.generation != generation:
             now = f"generation {member.generation}" if member else "no member"
             raise Fenced(
-                f"hybrid {instance} speaks for generation {generation}, and is {now}",
+                f"hybrid {instance} called with generation {generation}, but is registered as "
+                f"{now}",
                 where="trainer",
-                fix="it joins again",
+                fix="Join again",
             )
         return member

@@ -127,7 +127,7 @@ def run_warm_start(
             weights = warm_start.load_weights(path)
         except CorruptData as error:
             weights, aside = None, corruption.quarantine(path, path.parent)
-            then = "the warm start is made again"
+            then = "the warm start is repeated"
             report_corruption(
                 corruption.make_event_fields(
                     "warm start", path, error.message, then, job=data.id, quarantined_path=aside
@@ -204,11 +204,11 @@ def load_demonstrations(data: JobData) -> warm_start.Demonstrate:
                 append_location(why, place), where="warm_start.demonstrations"
             ) from error
         if not warm_start.is_demonstration(segments):
-            why = f"{use} returned {repr(segments)[:80]}, which is no demonstration"
+            why = f"{use} returned {repr(segments)[:80]}, which is not a demonstration"
             raise ConfigError(
                 append_location(why, locate_function(asked, directory)),
                 where="warm_start.demonstrations",
-                fix="return [(text, whether the model writes it), ...], the prompt first",
+                fix="Return [(text, is_model_text), ...], the prompt first",
             )
         return segments  # type: ignore[no-any-return]
 
@@ -218,5 +218,5 @@ def load_demonstrations(data: JobData) -> warm_start.Demonstrate:
 def check_job(data: JobData) -> None:
     """Raise ConfigError for mistakes of a job that only the trainer detects, before any work."""
     if not data.read_rows("train"):
-        raise ConfigError("the job has no training prompts", fix="set dataset.train")
+        raise ConfigError("the job has no training prompts", fix="Set dataset.train")
     json.dumps(build_cache_key(data))

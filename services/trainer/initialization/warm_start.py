@@ -102,7 +102,7 @@ def draw_demonstration(
     raise ConfigError(
         f"{MAX_REJECTED} demonstrations in a row are held out, too long or without model text",
         where="warm_start.demonstrations",
-        fix=f"make it return other prompts, of at most {limits.max_tokens} tokens",
+        fix=f"Return other prompts, of at most {limits.max_tokens} tokens",
     )
 
 
@@ -160,9 +160,9 @@ def load_weights(path: Path) -> dict[str, Tensor] | None:
             told = (file.metadata() or {}).get(DIGEST_KEY)
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise CorruptData(f"a warm start does not read: {error}", where=str(path)) from error
+        raise CorruptData(f"a saved warm start cannot be read: {error}", where=str(path)) from error
     if _compute_digest(found) != told:
-        raise CorruptData("a warm start is not what its digest says", where=str(path))
+        raise CorruptData("a saved warm start does not match its digest", where=str(path))
     return found
 
 

@@ -34,5 +34,5 @@ class GradientSum:
     def get_total(self, rounds: int) -> Tensor:
         """Return the sum of rounds 0 .. `rounds` - 1; Refused if one of them is missing."""
         if self._sum is None or self._added_rounds != rounds:
-            raise Refused(f"{self._added_rounds} of {rounds} rounds are there", where="trainer")
+            raise Refused(f"{self._added_rounds} of {rounds} rounds have arrived", where="trainer")
         return self._sum

@@ -152,7 +152,7 @@ class Learner:
             raise ConfigError(
                 f"the gradient of step {self.steps + 1} is not finite",
                 where="trainer",
-                fix="lower optimizer.muon_lr and optimizer.adamw_lr, or look at the rewards",
+                fix="Lower optimizer.muon_lr and optimizer.adamw_lr, or check the rewards",
             )
         scale = 1.0
         if norm > self._optimizer_config.clip_norm:
@@ -204,7 +204,7 @@ class Learner:
     @torch.no_grad()
     def scatter_weights(self, names: Many[str], full_weights: Mapping[str, Tensor] | None) -> None:
         """Load this rank's rows of weights that rank 0 has in full; a critic starts from them."""
-        assert full_weights is not None, "who has all rows is given all weights"
+        assert full_weights is not None, "a learner with all rows needs all weights"
         self.load_weights(full_weights)
 
     def close(self) -> None:

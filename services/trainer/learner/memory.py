@@ -50,7 +50,7 @@ async def reallocate_memory(
         await run(memory.reallocate)
     except MemoryError as error:
         raise Refused(
-            f"no memory for {memory.size_bytes} bytes: {error}",
+            f"cannot allocate {memory.size_bytes} bytes of memory: {error}",
             where=process,
-            fix="have others sleep first",
+            fix="Free memory, for instance by offloading other instances to disk",
         ) from error

@@ -79,7 +79,10 @@ class Optimizer:
     def update_settings(self, config: OptimizerConfig) -> None:
         """Replace the rates; raise ConfigError if that would change Muon's parameters."""
         if bool(self._muons) and not config.muon_lr:
-            raise ConfigError("matrices are trained by Muon", where="optimizer.muon_lr")
+            raise ConfigError(
+                "the run trains its matrices with Muon, so the rate must be above 0",
+                where="optimizer.muon_lr",
+            )
         self._adamw.lr, self._adamw.weight_decay = config.adamw_lr, config.weight_decay
         for muon in self._muons:
             muon.lr, muon.weight_decay = config.muon_lr, config.weight_decay

@@ -38,9 +38,9 @@ def compute_divergences(sequence: TrainingSequence, config: AlgorithmConfig) -> 
     reference = sequence.extras.get("reference")
     if reference is None:
         raise ConfigError(
-            "the trajectories carry no reference log-probabilities",
+            "the trajectories have no reference log-probabilities",
             where="algorithm.kl_coefficient",
-            fix=f"declare [{EXTRA_SOURCES['reference']}] in the job file",
+            fix=f"Declare [{EXTRA_SOURCES['reference']}] in the job file",
         )
     found = kl.estimate_kl_numpy(config.kl, sequence.logprobs, reference)
     found[~sequence.loss_mask] = 0.0

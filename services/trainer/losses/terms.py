@@ -41,9 +41,9 @@ class LossTerms:
         found = self.extras.get(name)
         if found is None:
             raise ConfigError(
-                f"the trajectories carry no {name} log-probabilities",
+                f"the trajectories have no {name} log-probabilities",
                 where="algorithm",
-                fix=f"declare [{EXTRA_SOURCES.get(name, name)}] in the job file",
+                fix=f"Declare [{EXTRA_SOURCES.get(name, name)}] in the job file",
             )
         return found
 

@@ -75,7 +75,7 @@ def join_group(
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=within)
         group = init_device_mesh(device, (ranks,))
     except RuntimeError as error:
-        raise RankLost(f"rank {rank} did not meet the others: {error}") from error
+        raise RankLost(f"rank {rank} could not join the group: {error}") from error
     try:
         reject_unauthenticated_peers(rendezvous, rank, find_listen_addresses() - before)
     except RankLost:
@@ -91,14 +91,15 @@ def reject_unauthenticated_peers(
     if strangers := find_foreign_users(endpoints):
         raise RankLost(
             f"a process of user {min(strangers)} has connected to rank {rank}",
-            fix="keep other users from this host while several ranks train; "
+            fix="Deny other users access to this host while several ranks train; "
             "see docs/operate/security.md",
         )
     hosts = find_client_hosts(endpoints) if rendezvous.addresses else set()
     if unknown := hosts - set(rendezvous.addresses):
         raise RankLost(
             f"a process at {min(unknown)}, where no rank is, has connected to rank {rank}",
-            fix="keep others from the network of the ranks; if it is a host's other address, name "
+            fix="Deny other hosts access to the network of the ranks; if it is a host's second "
+            "address, set "
             "the interface: `meshrl join --interface`; see docs/operate/security.md",
         )
 

@@ -122,10 +122,12 @@ class SleepingRows:
     async def _resume(self, saved_state: dict[str, Any]) -> None:
         found = await self.places.find_stored()
         if found is None:
-            raise Refused("nothing whole is kept here", where=self._process)
+            raise Refused("this process has no complete offloaded state", where=self._process)
         tier, head = found
         if any(head.metadata.get(key) != saved_state[key] for key in SHARED_STATE_KEYS):
-            raise Refused("what is kept here is of another step", where=self._process)
+            raise Refused(
+                "the offloaded state of this process belongs to another step", where=self._process
+            )
         memory = await self._run_blocking(
             partial(self._rank.collect_memory, include_gradients=False)
         )
@@ -190,14 +192,15 @@ class RankActor(Actor):
         """
         if desired.epoch < self._epoch:
             raise Fenced(
-                f"a wish of epoch {desired.epoch}; the last one is of {self._epoch}",
+                f"a desired state of epoch {desired.epoch}, but the last one has epoch "
+                f"{self._epoch}",
                 where=self._mesh.name,
-                fix="read the record again",
+                fix="Read the record again",
             )
         self._epoch = desired.epoch
         places = self._rows.places
         places.set_targets(desired.segment_owner, desired.offload_dir)
-        async with self._mesh.clock.timeout(TIER_TIMEOUT_S, "an order of rank 0"):
+        async with self._mesh.clock.timeout(TIER_TIMEOUT_S, "waiting for an order of rank 0"):
             while self._rows.tier != desired.tier and self._epoch == desired.epoch:
                 if desired.tier != Tier.ACCELERATOR and not self._generation:
                     self._rows.set_tier(Tier(desired.tier))
@@ -360,6 +363,6 @@ class RankActor(Actor):
 
     def _make_fenced_error(self, generation: int) -> Fenced:
         return Fenced(
-            f"an order of generation {generation}; this rank is in {self._generation}",
+            f"an order has generation {generation}, but this rank has {self._generation}",
             where=self._mesh.name,
         )

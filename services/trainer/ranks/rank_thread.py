@@ -28,7 +28,7 @@ class RankThread(SerialExecutor):
         """Run `work` and return its result; RankLost if a collective of it fails."""
 
         @wraps(work)
-        def told(*args: Any) -> T:
+        def run_and_translate(*args: Any) -> T:
             try:
                 return work(*args)
             except RuntimeError as error:
@@ -36,7 +36,7 @@ class RankThread(SerialExecutor):
                     raise RankLost(f"a collective failed: {error}") from error
                 raise
 
-        return await super().run(told, *args, deadline_s=deadline_s)
+        return await super().run(run_and_translate, *args, deadline_s=deadline_s)
 
     async def leave(self, leave: Callable[[], None]) -> None:
         """Run `leave`, which ends the group, beside current work; concurrent calls share a run."""

@@ -73,7 +73,7 @@ class BackgroundTask(Generic[T]):
         task = self._task
         await asyncio.wait([task], timeout=self._answer_timeout_s)
         if task.cancelled():
-            raise RankLost("what was asked for was given up")
+            raise RankLost("the requested operation was cancelled")
         return task.result() if task.done() else None
 
     async def close(self) -> None:
@@ -219,7 +219,7 @@ class RowStager(_RowTask[StagingResult]):
         """Return the staged rows once all are stored; RankLost if nothing was staged."""
         stager = self._stager
         if stager is None or order.staging_id != self._number:
-            raise RankLost("nothing of this staging is here", where=self._mesh.name)
+            raise RankLost("this rank has no such staging", where=self._mesh.name)
         key = order.staging_id, order.wait_complete
         found = await self._background_task.poll(
             key, partial(self._finish_staging, stager, order.wait_complete)

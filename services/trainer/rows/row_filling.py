@@ -47,7 +47,7 @@ async def make_row_filler(
                 piece.name in wanted
                 and get_element_bytes(piece) < own_rows[piece.name].rows.element_size()
             ):
-                what = f"version {manifest} has {piece.name} in {piece.dtype} alone"
+                what = f"version {manifest} has {piece.name} only in {piece.dtype}"
                 raise RowsMissing(f"{what}, and its masters were not saved")
         image = await receiver.receive(manifest, wanted, rehash=True)
 
@@ -57,7 +57,9 @@ async def make_row_filler(
         if MASTER_PREFIX + name in saved:
             saved.fill(MASTER_PREFIX + name, part)
         else:
-            assert image is not None, "it has what was not saved beside the state"
+            assert image is not None, (
+                "the version holds the rows that were not saved with the state"
+            )
             fill_from_image(image, name, part)
 
     return fill
@@ -75,4 +77,4 @@ def fill_from_image(image: VersionImage, name: str, target_rows: TensorRows) -> 
             flat[begin - low : end - low].copy_(found)
             done += end - begin
     if done != len(flat):
-        raise CorruptData(f"version {image.digest} has not all rows of {name}")
+        raise CorruptData(f"version {image.digest} lacks rows of {name}")

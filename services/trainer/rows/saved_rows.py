@@ -60,8 +60,8 @@ def save_rows(path: Path, name: str, rows: Mapping[str, TensorRows]) -> str:
             file.close()
     except OSError as error:
         if error.errno in _FULL_ERRNOS:
-            fix = "free some; it is tried again"
-            raise StorageFull("no room for a checkpoint", where=str(path), fix=fix) from error
+            fix = "Free disk space; the write is retried"
+            raise StorageFull("no disk space for a checkpoint", where=str(path), fix=fix) from error
         raise
 
 
@@ -135,7 +135,7 @@ class SavedRows:
         if done != len(target):
             missing = (
                 f"rows {target_rows.first_row} to {target_rows.first_row + len(target)} of "
-                f"{name} are not all there"
+                f"{name} are incomplete"
             )
             raise RowsMissing(missing, where=str(self._path))
 
@@ -150,13 +150,13 @@ def _read_header(file: Path) -> dict[str, _SavedTensor]:
         for name, about in told.items():
             firsts = offsets.get(name, {}).get(_OFFSETS, ())
             if any(firsts[1:]):
-                raise ValueError(f"{name} is not cut by rows")
+                raise ValueError(f"{name} is not divided by rows")
             first, begin = (firsts[0] if firsts else 0), 8 + size + about["data_offsets"][0]
             shape = tuple(about["shape"])
             found[name] = _SavedTensor(file, begin, DTYPES[about["dtype"]], shape, first)
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptData(f"a state's file cannot be read: {error!r}", where=str(file)) from error
+        raise CorruptData(f"a state file cannot be read: {error!r}", where=str(file)) from error
 
 
 def _read_rows(rows: _SavedTensor, first: int, into: Tensor) -> None:
@@ -170,5 +170,5 @@ def _read_rows(rows: _SavedTensor, first: int, into: Tensor) -> None:
             found = torch.empty(target.shape, dtype=rows.dtype)
             raw = found.reshape(-1).view(torch.uint8).numpy().data
             if file.readinto(raw) != len(raw):
-                raise CorruptData("a state's file is cut short", where=str(rows.file))
+                raise CorruptData("a state file is truncated", where=str(rows.file))
             target.copy_(found)

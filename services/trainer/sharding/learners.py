@@ -190,7 +190,9 @@ class FsdpLearner(RowShardedLearner):
             if parameter.grad is not None:
                 piece.copy_(get_local_rows(parameter.grad).reshape(-1))
             elif is_sharded(parameter):
-                raise RuntimeError("a parameter got no gradient: ranks would not agree on its rows")
+                raise RuntimeError(
+                    "a parameter has no gradient: ranks would disagree about its rows"
+                )
             else:
                 piece.zero_()  # no token was routed to any of these experts
             parameter.grad = None  # one by one, so that memory stays close to one gradient

@@ -77,7 +77,7 @@ def scatter_rows(
     padded = piece.new_zeros(each, *piece.shape[1:])
     parts = None
     if group.rank() == 0:
-        assert full_tensor is not None, "rank 0 has what is scattered"
+        assert full_tensor is not None, "rank 0 must have the tensor to scatter"
         parts = [piece.new_zeros(each, *piece.shape[1:]) for _ in rows_by_rank]
         for part, rows in zip(parts, rows_by_rank, strict=True):
             part[: rows.stop - rows.start] = full_tensor[rows].to(piece.device)

@@ -156,7 +156,7 @@ def _reject_above(
         f"{rewards.max():g}: "
         f"{quantity} above {maximum:g} make gradients that are not finite",
         where="reward",
-        fix="divide what the reward returns, so that rewards are around 1",
+        fix="Divide what the reward returns, so that rewards are around 1",
     )
 
 
@@ -233,9 +233,11 @@ def validate_group(group: TrajectoryGroup) -> TrajectoryGroup:
     if group.rewards.shape != lengths.shape:
         unfit = f"{members} and {len(group.rewards)} rewards"
     elif len(group.truncated) and group.truncated.shape != lengths.shape:
-        unfit = f"{members} and {len(group.truncated)} endings"
+        unfit = f"{members} and {len(group.truncated)} truncation flags"
     elif (lengths < 0).any() or tokens.shape != (int(lengths.sum()),):
-        unfit = f"{len(tokens)} tokens, and members of {int(lengths.sum())}"
+        unfit = (
+            f"{len(tokens)} tokens, and the lengths of its members add up to {int(lengths.sum())}"
+        )
     arrays = {"logprobs": group.logprobs, "versions": group.versions} | _get_extras(group)
     for name, array in () if unfit else arrays.items():
         if array.shape != tokens.shape:

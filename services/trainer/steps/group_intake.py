@@ -58,12 +58,12 @@ class GroupIntake:
             ):
                 if group is None:
                     reason = "poisoned"
-                    log.error("group given back", group=row.group, reason=reason)
+                    log.error("group requeued", group=row.group, reason=reason)
                     await self._return_group(
                         requeue_lost_group, row, reason, f"{reason}-{row.group}"
                     )
                 elif is_stale(group):
-                    log.error("group is staler than its row", group=row.group)
+                    log.error("group is staler than its record", group=row.group)
                     await self._return_group(requeue_stale_group, row, f"stale-{row.group}")
                 elif await self._mesh.host.run_blocking(
                     try_replace, group, deadline_s=FILTER_TIMEOUT_S

@@ -51,7 +51,7 @@ from meshrl.services.trainer.gang.state_writers import GangStateWriter, LocalSta
 from meshrl.services.trainer.versions.publishing import VersionIdentity, VersionPublisher
 
 SAVE_TIMEOUT_S = 3600.0  # to write a checkpoint, or read one
-ABANDONED_ACTION = "what was begun of the checkpoint is removed, and the next one is written anew"
+ABANDONED_ACTION = "the incomplete checkpoint is removed, and the next one is written in full"
 
 
 class CheckpointWriter:

@@ -104,7 +104,9 @@ class VersionPublisher:
             self._remember(manifest, await self._fetch_manifest(manifest))
         except (NotFound, CorruptData) as error:
             # The next version has them; until then, callers get no answer.
-            self._mesh.telemetry.log.warning("types of the version", error=str(error))
+            self._mesh.telemetry.log.warning(
+                "the dtypes of the version cannot be read", error=str(error)
+            )
 
     async def _read_dtypes(self, manifest: str, *, model: bool = False) -> frozenset[str]:
         """Return the dtypes of all tensors of a version and its base, or of its `model` alone."""
@@ -239,7 +241,7 @@ class VersionPublisher:
             async def written() -> bool:
                 return await self.restage_version(lineage, version, manifest) or await fallback()
 
-            task = asyncio.create_task(written(), name="write a version again")
+            task = asyncio.create_task(written(), name="restage a version")
             self._restage_tasks[manifest] = task
             task.add_done_callback(consume_exception)
             task.add_done_callback(lambda _: self._restage_tasks.pop(manifest))

@@ -84,8 +84,8 @@ class CheckpointRestorer:
             except (CorruptData, NotFound) as error:
                 first = first or error
                 path = _get_error_path(error, self._directory / f"{name}.json")
-                failing = "the job fails: there is no other"
-                then = f"training goes on from {before}" if before else failing
+                failing = "the job fails: no other checkpoint exists"
+                then = f"training continues from {before}" if before else failing
                 op, told = uuid.uuid4().hex, self._log_corruption("checkpoint", path, error, then)
                 await self._call_store(
                     Weights.quarantine_checkpoint,
@@ -96,11 +96,11 @@ class CheckpointRestorer:
             else:
                 return name, checkpoint
         raise ConfigError(
-            f"no checkpoint of the run is whole: {first.message if first else ''}",
+            f"no checkpoint of the run is complete: {first.message if first else ''}",
             where=str(_get_error_path(first, self._directory / f"{newest_name}.json")),
             fix=f"Put {newest_name}.json and the directory {newest_name} back below "
             f"{self._directory} from a "
-            f"copy, and resume; or start over: meshrl run JOB. What is damaged lies in "
+            f"copy, and resume; or start over: meshrl run JOB. Corrupt files are in "
             f"{self._data.run_dir / corruption.QUARANTINE_DIRECTORY}",
         )
 
@@ -131,7 +131,9 @@ class CheckpointRestorer:
             )
             await self._check_version(manifest)
         except (CorruptData, NotFound) as error:
-            self._mesh.telemetry.log.error("not made again", checkpoint=name, error=str(error))
+            self._mesh.telemetry.log.error(
+                "weights could not be rebuilt", checkpoint=name, error=str(error)
+            )
             return False
         return True
 
@@ -189,7 +191,7 @@ class CheckpointRestorer:
         ):
             raise error
         path = _get_error_path(error, Path(checkpoint.weights))
-        then = f"written again from {self._directory / name}"
+        then = f"rewritten from {self._directory / name}"
         await self._append_event(self._log_corruption("weights", path, error, then))
 
     async def _run_read(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

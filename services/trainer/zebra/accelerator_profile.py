@@ -252,7 +252,9 @@ async def load_or_measure_profile(mesh: Mesh, data: JobData) -> dict[str, Any]:
             deadline_s=MEASURE_TIMEOUT_S,
         )
     except (RuntimeError, MeshError) as error:  # for instance if memory is too small
-        mesh.telemetry.log.warning("no profile of this accelerator", kind=name, error=str(error))
+        mesh.telemetry.log.warning(
+            "the accelerator could not be profiled", kind=name, error=str(error)
+        )
         return {}
     told = found.encode()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ class RoundSync:
         if self._failure is not None:
             raise self._failure
         if not found:
-            raise RankLost(f"{description} took over {self._deadline_s:g} s")
+            raise RankLost(f"{description} took longer than {self._deadline_s:g} s")
 
     def sleep_until(self, until_s: float) -> None:
         """Sleep until a monotonic time; the last moments are a busy wait."""
@@ -182,7 +182,7 @@ class ExchangeLane:
     def _run_exchange(self, exchange: Exchange, sync: RoundSync) -> None:
         if exchange.needs_input:
             with sync.condition:
-                sync.wait(lambda: exchange.key in self._ready_events, f"what goes to {self._name}")
+                sync.wait(lambda: exchange.key in self._ready_events, f"input of {self._name}")
             if self._stream is not None:
                 self._stream.wait_event(self._ready_events[exchange.key])
         began_s = sync.now()

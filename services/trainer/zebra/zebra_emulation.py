@@ -70,7 +70,7 @@ class ZebraEmulation:
         return {"paced": self.emulated_steps, "late": self.late_steps}
 
     def _sum_curve_s(self, curve: CostCurve | None, sizes: Sequence[float]) -> float:
-        assert curve is not None, "it is known of the kind of ranks with attention"
+        assert curve is not None, "the curve of ranks with attention must be known"
         return sum(curve.interpolate_s(self.token_scale * size) for size in sizes)
 
 
@@ -86,9 +86,9 @@ def build_emulation(data: JobData, accelerator: str) -> ZebraEmulation | None:
     kind = match_kind(accelerator)
     if kind in ("", CPU):
         raise ConfigError(
-            f"training.emulate is that of declared accelerators, and a rank is on {accelerator}",
+            f"training.emulate needs declared accelerators, and a rank is on {accelerator}",
             where="training.emulate",
-            fix="say what CPU slots stand for, as MESHRL_STAND_FOR=A40,A40,V100, when they start",
+            fix="Set the emulated accelerators at the start, as in MESHRL_STAND_FOR=A40,A40,V100",
         )
     shape = ModelShape.from_config(load_model_config(data))
     profile = build_declared_profile(shape, kind, kind)

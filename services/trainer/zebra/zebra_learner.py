@@ -267,12 +267,12 @@ def check_zebra_config(
     """Raise ConfigError for settings that a zebra gang cannot train."""
     where, mixture, hosted = "training.zebra", config.sparse_layers, division.hosted_experts
     if not mixture:
-        raise ConfigError("a zebra gang trains a mixture of experts", where=where)
+        raise ConfigError("a zebra gang trains only mixtures of experts", where=where)
     if get_algorithm(algorithm_config.name).has_critic:
         raise ConfigError(
             "a zebra gang trains no critic",
             where=where,
-            fix="choose an algorithm without one, or leave training.zebra out",
+            fix="Choose an algorithm without a critic, or remove training.zebra",
         )
     left = [config.num_experts - division.attention_ranks * count for count in hosted]
     idle = max(left) < division.expert_ranks if division.expert_ranks else max(left) > 0

@@ -47,7 +47,9 @@ class RecordedRun:
 def read_run(run_dir: Path) -> RecordedRun:
     """Read a run's directory; raise NotFound with the missing file."""
     if not (run_dir / "job.json").is_file():
-        raise NotFound(f"{run_dir} is no directory of a run", fix="Name one, as in runs/calculator")
+        raise NotFound(
+            f"{run_dir} is not a run directory", fix="Pass a run directory, such as runs/calculator"
+        )
     job, document = read_job(run_dir)
     events = read_events(run_dir)
     found = read_notes(run_dir)
@@ -60,8 +62,8 @@ def read_run(run_dir: Path) -> RecordedRun:
     steps = [row for row in found.trainer if row.get("kind") == "step"]
     if len(rows) < MIN_TRAJECTORIES or len(steps) < 2:
         raise NotFound(
-            f"{run_dir} has traces of {len(rows)} trajectories and {len(steps)} steps",
-            fix="Let it run longer, with tracking.trace of its job above 0",
+            f"{run_dir} has too few traces: {len(rows)} trajectories and {len(steps)} steps",
+            fix="Run it longer, with tracking.trace of its job above 0",
         )
     engines = _find_engine_spans(events)
     sampled = _compute_sampled_share(run_dir, rows)

@@ -201,7 +201,7 @@ def read_arms(path: Path, changes: list[str]) -> dict[str, Arm]:
         ("jobs", [j.name for j in whole.jobs]),
     ):
         if twice := [name for n, name in enumerate(names) if name in names[:n]]:
-            raise fail(what, f"two {what} are called {twice[0]}", "Give each a name of its own")
+            raise fail(what, f"two {what} have the name {twice[0]}", "Use a unique name for each")
     for arm in whole.arms or [ArmTable()]:
         changed = copy.deepcopy(document)
         for change in arm.set:
@@ -222,9 +222,11 @@ def expand_choices(text: str) -> list[str]:
     try:
         found = tomllib.loads(f"values = {values.strip()}")["values"]
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{text!r} is no KEY=[VALUE, VALUE]: {error}", where="best") from error
+        raise ConfigError(f"{text!r} is not KEY=[VALUE, VALUE]: {error}", where="best") from error
     if not isinstance(found, list) or not found:
-        raise ConfigError(f"{text!r} names no values", where="best", fix="As in jobs.ranks=[8, 16]")
+        raise ConfigError(
+            f"{text!r} has no values", where="best", fix="Write a list, such as jobs.ranks=[8, 16]"
+        )
     return [f"{key.strip()}={json.dumps(value)}" for value in found]
 
 
@@ -236,7 +238,10 @@ def apply_change(document: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"{change!r} is no KEY=VALUE", fix="Write as in hosts.H100.count=16")
+        raise ConfigError(
+            f"{change!r} is not KEY=VALUE",
+            fix="Write a key and a value, such as hosts.H100.count=16",
+        )
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
@@ -251,14 +256,16 @@ def _set_worker_count(document: dict[str, Any], kind: str, count: Any, change: s
     """Set the number of accelerators of a kind in whole hosts of their present size."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise ConfigError(
-            f"{change!r} names no number of accelerators", fix="As in workers.H100=16"
+            f"{change!r} is not a number of accelerators",
+            fix="Write a number, such as workers.H100=16",
         )
     hosts = document.setdefault("hosts", [])
     there = [one for one in hosts if kind.lower() in _get_names(one)]
     each = int(there[0].get("accelerators", 8)) if there else min(8, max(count, 1))
     if count % each:
         raise ConfigError(
-            f"{change!r} are no whole hosts: each has {each}", fix=f"Name a multiple of {each}"
+            f"{change!r} does not fill whole hosts of {each} accelerators",
+            fix=f"Set a multiple of {each}",
         )
     for one in there[1:]:
         hosts.remove(one)
@@ -278,7 +285,9 @@ def _set_value(table: Any, parts: list[str], value: Any, change: str) -> None:
     there = table.get(first) if isinstance(table, dict) else None
     tables = isinstance(there, list) and any(isinstance(one, dict) for one in there)
     if not isinstance(table, dict) or (tables and not rest):
-        raise ConfigError(f"{change!r} names no single value", fix="Name one key of a table")
+        raise ConfigError(
+            f"{change!r} does not select a single value", fix="Name one key of a table"
+        )
     if rest:
         _set_value(table.setdefault(first, {}), rest, value, change)
     else:

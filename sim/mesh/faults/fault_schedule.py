@@ -65,7 +65,7 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     chosen = text.split(",")
     unknown = [kind for kind in chosen if kind not in FAULT_KINDS]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(FAULT_KINDS)}, all, none")
+        raise ValueError(f"{unknown[0]!r} is not one of {', '.join(FAULT_KINDS)}, all, none")
     return tuple(kind for kind in FAULT_KINDS if kind in chosen)
 
 
@@ -217,7 +217,7 @@ class FaultSchedule:
         """Cut the power after a period in which some syncs were skipped."""
         world = self._mesh
         what = random.choice(sorted(SKIPPED_SYNCS))
-        world.record.log_event(f"the disk lies about {what} for {duration_s:.3f}")
+        world.record.log_event(f"the disk skips {what} syncs for {duration_s:.3f}")
         world.machine.disk.skips_sync = SKIPPED_SYNCS[what]
         await self._clock.sleep(duration_s)
         await world.cut_power(random, world.redis.server.copy_state())
@@ -231,7 +231,7 @@ class FaultSchedule:
         """
         world, held = self._mesh, self._mesh.redis.server.copy_state()
         what = random.choice(["older", "alone", "unloadable"])
-        world.record.log_event(f"redis will be {what} in {duration_s:.3f}")
+        world.record.log_event(f"rollback of redis ({what}) in {duration_s:.3f}")
         await self._clock.sleep(duration_s)
         match what:
             case "older" if world.is_on:

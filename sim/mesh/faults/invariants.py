@@ -113,7 +113,7 @@ def check_corruption_reported(final_state: FinalState, limits: InvariantLimits) 
         if damage.path in final_state.replaced_files:
             continue  # quarantined when it was written again
         if damage.was_read and not any(is_named_in(damage.path, text) for text in told):
-            yield f"{damage.path} ({damage.method}) was read, and nobody said so"
+            yield f"{damage.path} ({damage.method}) was read, but its corruption was not reported"
 
 
 def _has_record_after_gap(segment: bytes) -> bool:
@@ -143,7 +143,7 @@ def check_exactly_once(final_state: FinalState, limits: InvariantLimits) -> Viol
         if len(hows) > 1:
             yield f"group {group} ended more than once: {hows}"
         if group not in opened:
-            yield f"group {group} ended ({hows}) and was never opened"
+            yield f"group {group} ended ({hows}) but was never opened"
         if group in final_state.group_rows:
             yield f"group {group} ended ({hows}) and is in flight"
     for group in sorted(opened - ends.keys() - final_state.group_rows.keys()):
@@ -162,7 +162,7 @@ def check_steps_contiguous(final_state: FinalState, limits: InvariantLimits) -> 
             steps = [step for step in steps if step <= told["version"]]
     version = int(final_state.job_row.get("version", -1))
     if steps != list(range(1, version + 1)):
-        yield f"version {version} is made of the steps {steps}"
+        yield f"version {version} consists of the steps {steps}"
     finished = final_state.job_row.get("phase") == "finished"
     if version >= 0 and finished and final_state.job_row["manifest"] not in final_state.chunks:
         yield f"the manifest of version {version} is not stored"
@@ -178,7 +178,9 @@ def check_staleness(final_state: FinalState, limits: InvariantLimits) -> Violati
             if (told["lineage"], told["step"], row["group"]) in final_state.unreadable_groups:
                 continue
             if seen is None:
-                yield f"step {told['step']} trained on group {row['group']}, which nobody saw"
+                yield (
+                    f"step {told['step']} trained on group {row['group']}, which was not observed"
+                )
                 continue
             oldest = seen.oldest_version
             if seen.abandoned_above >= 0:
@@ -198,7 +200,9 @@ def check_group_indexes(final_state: FinalState, limits: InvariantLimits) -> Vio
             ]
             yield f"group {group}: row {group in final_state.group_rows}, in the indexes {where}"
         elif group not in final_state.groups_by_state[final_state.group_rows[group]["state"]]:
-            yield f"group {group} is {final_state.group_rows[group]['state']} and not in that index"
+            yield (
+                f"group {group} is {final_state.group_rows[group]['state']}, but not in that index"
+            )
     if final_state.groups_by_state.get("leased") and final_state.job_row.get("phase") == "finished":
         yield f"groups {final_state.groups_by_state['leased']} are leased after the last step"
 
@@ -208,10 +212,10 @@ def check_store(final_state: FinalState, limits: InvariantLimits) -> Violations:
     damaged = {Path(damage.path).name for damage in final_state.corruptions}
     for name, content in final_state.chunks.items():
         if not name.startswith(".") and name not in damaged and compute_digest(content) != name:
-            yield f"chunk {name} is not what its name says"
+            yield f"chunk {name} does not match the digest in its name"
     written = [name for name in final_state.checkpoints if name.endswith(".json")]
     if len(written) > limits.keep_checkpoints + 1:  # the last one expires at the next sweep
-        yield f"{len(written)} checkpoints are kept: {written}"
+        yield f"{len(written)} checkpoints are retained: {written}"
     for name in written:
         if name.removesuffix(".json") not in final_state.checkpoints:
             yield f"checkpoint {name} has no directory"
@@ -237,7 +241,7 @@ def check_ledgers(final_state: FinalState, limits: InvariantLimits) -> Violation
             if start + length > len(content):
                 break
             if zlib.crc32(content[start : start + length], kind) != crc:
-                yield f"{name} holds a record at {offset} that does not add up"
+                yield f"{name} has a corrupt record at {offset}"
                 break
             offset = start + length
 
@@ -260,6 +264,6 @@ def check_final_phase(final_state: FinalState, limits: InvariantLimits) -> Viola
         if not any(is_named_in(path, error) for path in spoiled):
             yield f"the job is {final_state.job_row.get('phase')}: {error}"
     elif int(final_state.job_row["version"]) != limits.steps:
-        yield f"it finished at version {final_state.job_row['version']} of {limits.steps}"
+        yield f"the job finished at version {final_state.job_row['version']} of {limits.steps}"
     if final_state.finished_late_s:
-        yield f"it was {final_state.finished_late_s:.0f} s late"
+        yield f"it finished {final_state.finished_late_s:.0f} s late"

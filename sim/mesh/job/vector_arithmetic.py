@@ -124,7 +124,7 @@ def compute_gradient(weights: Tensor, bin: Bin) -> tuple[Tensor, BinStats]:
     slope = float(told.sum()) + 1e-3 * float(bin.targets[kept].sum())
     gradient = weights * 1e-3 + slope
     tokens = int(kept.sum())
-    sampled = {"sampled": tokens, "fresh_tokens": int(bin.fresh_mask[kept].sum())}
+    sampled = {"sampled_tokens": tokens, "fresh_tokens": int(bin.fresh_mask[kept].sum())}
     ratios = {"ratio_min": 1.0, "ratio_max": 1.0}
     ratios |= dict.fromkeys(("ratio_sum", "ratio_square_sum"), float(tokens))
     return gradient, BinStats(tokens=tokens, loss_sum=slope, **sampled, **ratios)  # type: ignore[arg-type]

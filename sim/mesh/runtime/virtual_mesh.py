@@ -122,7 +122,7 @@ class VirtualLauncher(SupervisorHooks):
         return self._lease_watch.has_expired(child)
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
-        self.failure_reason = f"{spec.name} does not stay up ({why})"
+        self.failure_reason = f"{spec.name} exits repeatedly ({why})"
 
 
 RESTART_DELAY_S = 3.0  # from a power cut to the restart of the mesh
@@ -254,7 +254,7 @@ class VirtualMesh:
         there = {row.id for row in await jobs.read_jobs(state)}
         for job, run_dir in self.run_dirs.items():
             if job not in there:
-                self.record.log_event(f"put {job} back")
+                self.record.log_event(f"restore {job}")
                 seen = gate.watermark.jobs.get(job, JobWatermark())
                 await restore_job(state, run_dir, job, self.documents[job], seen)
         await gate.save_restored()
@@ -264,7 +264,7 @@ class VirtualMesh:
     ) -> None:
         """Recover from each rollback of Redis, as a launcher does."""
         async for why in gate.watch_rollbacks():
-            self.record.log_event(f"redis went back: {why}")
+            self.record.log_event(f"redis rolled back: {why}")
             await launcher.kill_services()
             await gate.start_empty(why)
             if await self._run_command(lambda: self._restore_jobs(gate, state)):
@@ -290,7 +290,7 @@ class VirtualMesh:
         """
         if not self.is_on:
             return
-        self.record.log_event("the power goes")
+        self.record.log_event("power off")
         self._kill_all()
         self.lost_files |= self.machine.disk.cut_power(random)
         await self._restart(saved_state)
@@ -299,7 +299,7 @@ class VirtualMesh:
         """Kill every process, and restart the mesh on unchanged files. Redis restarts with
         `saved_state`: an older copy, or None if it cannot load its file.
         """
-        self.record.log_event("redis has lost something")
+        self.record.log_event("redis lost state")
         self._kill_all()
         await self._restart(saved_state)
 
@@ -320,7 +320,7 @@ class VirtualMesh:
     def start_if_off(self) -> None:
         """Start the mesh again if it is off."""
         if not self.is_on and not self.start_error:
-            self.record.log_event("the power comes")
+            self.record.log_event("power on")
             argv = ["resume"]
             self._root_process = self.machine.spawn(
                 "launcher", argv, "launcher", None, dies_with_parent=False

@@ -77,20 +77,20 @@ class VirtualRedis:
         if self.mean_latency_s > MEAN_LATENCY_S or self.random.random() < DELAYED_SHARE:
             await self.clock.sleep(self.random.expovariate(1 / self.mean_latency_s))
         if self.is_unreachable or (self.is_owner_only and not is_owner):
-            raise RedisConnectionError("nobody listens")
+            raise RedisConnectionError("no server listens")
         for tell in self.command_listeners:
             tell(words)
         reply: Any = await self.client.execute_command(*words)
         if self.reply_loss and self.random.random() < self.reply_loss:
-            raise RedisConnectionError("the connection broke")
+            raise RedisConnectionError("the connection was lost")
         return reply
 
     def execute_sync(self, words: tuple[Any, ...]) -> Any:
         if self.is_unreachable or self.is_owner_only:
-            raise RedisConnectionError("nobody listens")
+            raise RedisConnectionError("no server listens")
         reply: Any = self.sync_client.execute_command(*words)
         if self.reply_loss and self.random.random() < self.reply_loss:
-            raise RedisConnectionError("the connection broke")
+            raise RedisConnectionError("the connection was lost")
         return reply
 
 

@@ -347,7 +347,7 @@ async def test_trainer_requeues_a_poisoned_group(bench: Bench) -> None:
     for group in await seats.admit(3):
         await seats.finish(group)
     assert await seats.leased(1) == [0, 1]
-    with pytest.raises(Refused, match="not trainer/job's"):
+    with pytest.raises(Refused, match="leased to trainer/job"):
         await groups.requeue_lost_group(
             bench.state, JOB, TRAINER, seats.trainer, 2, "poisoned", "op1"
         )
@@ -405,5 +405,5 @@ async def test_only_the_leasing_trainer_can_filter_a_group(bench: Bench) -> None
     seats = await bench.training_job()
     group, *_ = await seats.admit()
     await seats.finish(group)
-    with pytest.raises(Refused, match="not trainer/job's"):
+    with pytest.raises(Refused, match="leased to trainer/job"):
         await groups.filter_group(bench.state, JOB, TRAINER, seats.trainer, group.group, "op")

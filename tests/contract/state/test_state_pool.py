@@ -136,7 +136,7 @@ async def test_idle_workers_form_a_gang_recorded_in_their_rows(
     refused = await write_decisions(
         bench, leader_token, FormGang("g1", ("w2", "w1"), WHY), FormGang("g0", ("w2",), WHY)
     )
-    assert refused == ["w1 is in g0", "g0 is no gang that is yet to come"]
+    assert refused == ["w1 is in g0", "g0 is not an unused gang id"]
     assert (await pool.read_gang(bench.state, "g1")) is None
     assert await write_decisions(bench, leader_token, FormGang("g1", ("w9",), WHY)) == [
         "there is no worker w9"
@@ -195,7 +195,7 @@ async def test_instance_is_placed_updated_and_removed(bench: Bench) -> None:
     assert (await read_gang(bench.state)).instances == ()
     assert (await read_gang(bench.state)).next_instance == 1
     assert await write_decisions(bench, leader_token, place_instance()) == [
-        "g0.0 is no new instance of g0"
+        "g0.0 is not an unused instance id of g0"
     ]
     assert await write_decisions(bench, leader_token, place_instance(id="g0.1")) == []
     first, second, removed, _ = await read_events(bench.state, "desired")
@@ -278,7 +278,7 @@ async def test_restarted_worker_stays_in_its_gang_and_its_reports_are_void(
 async def test_worker_is_marked_lost_once_and_only_while_absent(bench: Bench) -> None:
     leader_token, [member] = await form_gang(bench)
     await pool.report_instance(bench.state, "w0", "g0", "g0.0", instance_report(member))
-    assert await write_decisions(bench, leader_token, MarkWorkerLost("w0", WHY)) == ["w0 is there"]
+    assert await write_decisions(bench, leader_token, MarkWorkerLost("w0", WHY)) == ["w0 is alive"]
     assert await registry.release_lease(bench.state, "worker/w0", member.token)
     for _ in range(2):
         assert await write_decisions(bench, leader_token, MarkWorkerLost("w0", WHY)) == []

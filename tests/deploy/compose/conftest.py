@@ -60,7 +60,7 @@ def running_project(engine: dict[str, str], figures: dict[str, Any]) -> Iterator
     mesh.remove()
     try:
         began = mesh.up()
-        mesh.until("the demo trains", lambda: mesh.trains(project.DEMO))
+        mesh.until("the demo trains", lambda: mesh.has_trained(project.DEMO))
         figures["compose_up_s"] = began()
         yield mesh
     finally:

@@ -156,7 +156,7 @@ def test_run_resumes_in_a_new_lineage_after_redis_lost_state(
     os.truncate(file, shorter)
 
     assert mesh.finish() == 0, mesh.output
-    assert "redis is not as it was" in mesh.output
+    assert "redis lost state" in mesh.output
     (damaged,) = [event for event in mesh.events("damaged") if event["what"] == "redis"]
     assert damaged["aside"] and "new lineage" in damaged["then"]
     restored = mesh.events("restored")

@@ -126,7 +126,7 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
 
     first = commands.start_foreground(second, "join", str(token), "--health", of_second)
     output_text = (output := commands.directory / "second.out").read_text()
-    assert "asks the mesh at tcp://127.0.0.1:" in output_text, (
+    assert "requesting admission from the mesh at tcp://127.0.0.1:" in output_text, (
         "it may take a minute where nobody answers"
     )
     joined = MeshSettings.from_file(second / "mesh/settings.json")

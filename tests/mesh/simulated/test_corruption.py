@@ -112,7 +112,7 @@ async def test_missing_weights_are_restaged_from_the_checkpoint(
 
     recorded = await run_with_corruption(world, corrupt)
     assert not list_fields(recorded, "lineage"), "the steps since were replayed"
-    assert any("written again from" in one["then"] for one in list_fields(recorded, "damaged"))
+    assert any("rewritten from" in one["then"] for one in list_fields(recorded, "damaged"))
     assert len(list((world.root / "store/quarantine").glob("??/*"))) >= 2
 
 

@@ -132,6 +132,6 @@ def test_failed_run_prints_the_command_to_repeat_it(capsys: pytest.CaptureFixtur
     )
     output = capsys.readouterr().err
     assert "gate: group 4" in output
-    line = next(line for line in output.splitlines() if line.startswith("again: "))
-    words = shlex.split(line.removeprefix("again: python -m meshrl.sim.mesh"))
+    line = next(line for line in output.splitlines() if line.startswith("replay: "))
+    words = shlex.split(line.removeprefix("replay: python -m meshrl.sim.mesh"))
     assert command_line.parse_plan(command_line.build_parser().parse_args(words)) == plan

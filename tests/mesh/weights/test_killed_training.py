@@ -94,7 +94,7 @@ async def test_lost_store_without_a_copy_fails_the_job_with_a_fix(
     await trained.restart_store()
     trained.start(CORE)
     row = await trained.wait_for_row(lambda row: row.phase == jobs.Phase.FAILED)
-    assert "no checkpoint of the run is whole" in row.error
+    assert "no checkpoint of the run is complete" in row.error
     assert "from a copy, and resume; or start over: meshrl run JOB" in row.error
     assert await trained.read_served_version(trained.engine) == 1
 

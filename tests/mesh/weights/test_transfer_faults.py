@@ -132,7 +132,7 @@ class Versions:
         """Return the order to receive a version, once half of its delta has arrived."""
         proxy = self.bench.proxy
         proxy.stall_at_bytes = proxy.carried_bytes + int(SHARE * SIZE)
-        order = self.bench.scene.tell(self.receiver, "receive", digest=digest)
+        order = self.bench.scene.send_order(self.receiver, "receive", digest=digest)
         await self.bench.wait_until_stalled()
         return order
 
@@ -203,7 +203,7 @@ async def test_trainer_with_a_full_disk_waits_without_a_partial_version(
     await bench.begin()
     await bench.publisher.ask("model", name="little", seed=1)
     limit_file_size(bench.publisher, NO_CHUNK)
-    staging = bench.scene.tell(bench.publisher, "stage", version=1)
+    staging = bench.scene.send_order(bench.publisher, "stage", version=1)
     await bench.waits(bench.publisher, on="disk")
     assert await bench.read_served_version(bench.engine) == 0
     limit_file_size(bench.publisher, UNLIMITED)
@@ -294,7 +294,7 @@ async def test_pull_of_a_swept_version_fails_by_type(bench: TransferBench) -> No
     swept = CollectedVersion(bench)
     bench.stall_after(0.4)
     digest = await swept.stage_next()
-    receiving = bench.scene.tell(receiver, "receive", digest=digest)
+    receiving = bench.scene.send_order(receiver, "receive", digest=digest)
     await bench.wait_until_stalled()
     await bench.commit(digest)
     await swept.collect()
@@ -373,7 +373,7 @@ async def test_trainer_killed_during_staging_is_replaced(
     await bench.begin(far=True)
     bench.stall_after(share)
     await bench.publisher.ask("model", name=MODEL, seed=1)
-    staging = bench.scene.tell(bench.publisher, "stage", version=1)
+    staging = bench.scene.send_order(bench.publisher, "stage", version=1)
     await bench.wait_until_stalled()
     await bench.publisher.kill()
     await staging
@@ -481,7 +481,7 @@ async def test_replaced_trainer_commits_no_version(bench: TransferBench) -> None
     digest = await bench.stage(OTHER, second)
     await bench.commit(digest, OTHER, second)
     first.signal(signal.SIGCONT)
-    late = await bench.scene.tell(first, "commit", digest=staged)
+    late = await bench.scene.send_order(first, "commit", digest=staged)
     assert isinstance(late, Exception), late  # rejected, or exited when it woke up
     assert getattr(late, "code", "lost") in ("fenced", "lost", "refused"), late
     await bench.wait_for_version(bench.engine)

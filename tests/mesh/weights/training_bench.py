@@ -217,7 +217,7 @@ class TrainingBench(TransferBench):
     @property
     def _outputs(self) -> str:
         """Return the output of the core and the rank."""
-        return "\n".join(member.output for member in self._training.values())
+        return "\n".join(member.log_tail for member in self._training.values())
 
     async def row(self) -> jobs.JobRow:
         """Return the row of the job."""

@@ -197,7 +197,7 @@ class TransferBench:
         end = time.monotonic() + scaled(self.within_s)
         while (now := await self.read_served_version(engine)) < wanted:
             answer = await engine.ask("serves")
-            assert time.monotonic() < end, f"{now}, not {wanted}: {answer}\n{engine.output}"
+            assert time.monotonic() < end, f"{now}, not {wanted}: {answer}\n{engine.log_tail}"
             await asyncio.sleep(POLL_S)
 
     async def waits(self, member: Member, on: str) -> None:

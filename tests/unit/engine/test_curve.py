@@ -389,7 +389,7 @@ def test_speed_is_a_profile_name_or_three_numbers() -> None:
         2 * 7.6e9 / (3.35e12 * 0.85)
     )
     for invalid in ("tpu", "18/32", "0/32/6000", "18/x/6000", ""):
-        with pytest.raises(ConfigError, match="there is no pace"):
+        with pytest.raises(ConfigError, match="there is no emulated"):
             parse_engine_speed(invalid)
 
 

@@ -298,7 +298,7 @@ async def test_missing_version_waits_for_a_trainer_that_can_stage_it(
     await poll_receiver(bench, versions, 2 * RESTAGE_TIMEOUT_S)
 
     core.position.version = 1  # the weights have changed since, and no process can stage them again
-    with pytest.raises(ConfigError, match="cannot be had"):
+    with pytest.raises(ConfigError, match="cannot be fetched"):
         await poll_receiver(bench, versions, 2 * RESTAGE_TIMEOUT_S)
     for mesh in (engine, trainer):
         await mesh.leave()

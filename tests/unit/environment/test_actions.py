@@ -66,12 +66,12 @@ INVALID_ANSWERS: list[tuple[Any, str]] = [
     ({"append": "x", "done": False, "reward": 0.0}, "'reward' goes with 'done': True"),
     ({"reward": 1.0}, "'reward' goes with 'done': True"),
     ({"done": True, "rewrad": 1.0}, "there is no key 'rewrad'"),
-    ({"done": True, "reward": "1.0"}, "'reward' is a finite number, not '1.0', a str"),
-    ({"done": True, "reward": [1.0]}, "'reward' is a finite number, not [1.0], a list"),
+    ({"done": True, "reward": "1.0"}, "'reward' must be a finite number, not '1.0', a str"),
+    ({"done": True, "reward": [1.0]}, "'reward' must be a finite number, not [1.0], a list"),
     ({"done": True, "reward": math.nan}, "'reward' must be finite, not nan"),
     ({"done": True, "reward": -math.inf}, "'reward' must be finite, not -inf"),
     ({"done": True, "reward": 10**400}, "'reward' must be finite"),
-    ({"done": True, "reward": 1j}, "'reward' is a finite number, not 1j"),
+    ({"done": True, "reward": 1j}, "'reward' must be a finite number, not 1j"),
 ]
 
 
@@ -96,7 +96,7 @@ def test_finite_numbers_of_any_type_are_accepted() -> None:
         assert to_finite_float(value, "it") == float(value)
     others: list[Any] = ["1", None, np.True_, [], Decimal(1), 1j, np.zeros(1)]
     for other in others:
-        with pytest.raises(TypeError, match="it is a finite number"):
+        with pytest.raises(TypeError, match="it must be a finite number"):
             to_finite_float(other, "it")
 
 
@@ -162,7 +162,7 @@ def with_cause(error: Exception, cause: Exception) -> Exception:
 )
 def test_code_errors_fail_the_job_and_name_their_line(error: Exception) -> None:
     with (
-        pytest.raises(ConfigError, match="cannot be made") as error_info,
+        pytest.raises(ConfigError, match="cannot be created") as error_info,
         convert_creation_errors(),
     ):
         raise error

@@ -321,7 +321,10 @@ def test_invalid_answer_error_lists_valid_answers(
         InvalidEnvironment, tokenizer, "", ChatFormat.load("qwen3", {}, tokenizer)
     )
     served.run_operation(1, "begin", {"secret": 1})
-    for text, expected_error in (("nan", "must be finite"), ("x", "messages are a text or a list")):
+    for text, expected_error in (
+        ("nan", "must be finite"),
+        ("x", "messages must be a text or a list"),
+    ):
         status, why = served.run_operation(1, "step", tokenizer.encode(text + "<|im_end|>"))
         assert status == "raised" and expected_error in why
     without_chat = Environments(Guess, tokenizer, "")

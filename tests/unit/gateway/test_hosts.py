@@ -276,7 +276,9 @@ async def test_host_without_admission_cannot_drain(mesh: Mesh, host: str) -> Non
     await pool.set_drain_reason(state, HEAD, SHUTDOWN_NOTICE)
     async with connect(mesh.member(token, host)) as line:
         for method, request in OF_MEMBERS:
-            with pytest.raises(NotFound, match=r"was not let into the mesh|no host is called"):
+            with pytest.raises(
+                NotFound, match=r"was not admitted to the mesh|the mesh has no host"
+            ):
                 await line.call(method, request)
     assert await pool.read_drain_reasons(state) == {HEAD: SHUTDOWN_NOTICE}
     if host != HEAD:  # it requests again with its recorded key
@@ -416,7 +418,7 @@ async def test_restart_of_a_process_does_not_end_the_drain(
     assert not await host_drain.drain_host(
         member, SystemClock(), scaled(60.0), lambda: "node/gpu1-aa is down"
     )
-    assert "cannot wait, as what runs here has ended" in capsys.readouterr().out
+    assert "stops draining, because its own processes have ended" in capsys.readouterr().out
 
 
 async def test_removed_host_drops_its_membership_and_joins_again(

@@ -115,7 +115,7 @@ def test_mesh_with_other_secrets_rejects_them(tmp_path: Path) -> None:
     link.symlink_to(first)
     head_secrets.install_head_secrets(mesh_paths, link)
     head_secrets.install_head_secrets(mesh_paths, first)
-    with pytest.raises(Refused, match=r"key of its own.*file that it was started with first"):
+    with pytest.raises(Refused, match=r"another gateway key.*secrets file of its first start"):
         head_secrets.install_head_secrets(mesh_paths, second)
     known = gateway_identity.read_identity(mesh_paths.directory)
     assert known.public == head_secrets.read_head_secrets(first).public
@@ -140,7 +140,7 @@ def test_invalid_secrets_file_is_rejected(tmp_path: Path) -> None:
         {"tokens": 1},
     ):
         documents.write(file, recorded | invalid)
-        with pytest.raises(ConfigError, match=r"no secrets of a head.*head\.json"):
+        with pytest.raises(ConfigError, match=r"no valid secrets of a head.*head\.json"):
             head_secrets.install_head_secrets(MeshPaths(tmp_path / "root"), file)
     for path in (secrets / "join.token", tmp_path / "none"):
         with pytest.raises(ConfigError, match=r"head\.json of `meshrl secrets`"):

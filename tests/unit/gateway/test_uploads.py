@@ -129,7 +129,7 @@ async def test_file_name_outside_the_bundle_is_rejected(
     bench: GatewayBench, line: GatewayConnection, packed_job: PackedJob, name: str
 ) -> None:
     complete_request = packed_job.make_request(packed_job.files | {name: [1, "0" * 64]})
-    with pytest.raises(Refused, match="is no name of a file in a bundle"):
+    with pytest.raises(Refused, match="is not a valid file name in a bundle"):
         async with open_upload(line, complete_request):
             pass
     await wait_until_empty(bench)
@@ -146,15 +146,15 @@ async def test_inconsistent_file_list_is_rejected(
         (packed_job.make_request(conflicting_files), "both a file and a folder"),
         (
             BeginUpload(packed_job.document, "0" * 64, packed_job.files, 1),
-            "digest is not that of its list",
+            "digest does not match its list",
         ),
         (
             packed_job.make_request(packed_job.files | {"data/x": [1 << 50, "0" * 64]}),
-            "the most is",
+            "the limit is",
         ),
         (
             packed_job.make_request(packed_job.files | {"data/x": [-1, "0" * 64]}),
-            "no size and digest",
+            "not a valid size and digest",
         ),
         (BeginUpload(packed_job.document, packed_job.digest, {}, 1), "1 to 10000 files"),
         (BeginUpload(packed_job.document, packed_job.digest, [], 1), "1 to 10000 files"),
@@ -271,7 +271,7 @@ async def test_truncated_or_altered_bundle_is_rejected(
     name = "tokenizer/tokenizer.json"
     async with open_upload(line, packed_job.complete_request) as upload:
         await packed_job.upload_files(line, upload.upload, name)
-        with pytest.raises(Refused, match=f"did not arrive whole: {name}"):
+        with pytest.raises(Refused, match=f"received bundle is corrupt: {name}"):
             await line.call(Gateway.finish, upload.upload)
         content = bytearray((packed_job.directory / name).read_bytes())
         content[0] ^= 1

@@ -87,7 +87,7 @@ def test_each_set_of_definitions_has_its_own_library(tmp_path: Path) -> None:
 @pytest.mark.needs("compiler")
 def test_source_that_does_not_compile_returns_a_reason(tmp_path: Path) -> None:
     reason, path = build(tmp_path, "int half(")
-    assert "fails on half.cpp" in reason and "error" in reason and path == "None"
+    assert "cannot compile half.cpp" in reason and "error" in reason and path == "None"
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 

@@ -48,13 +48,13 @@ def test_accelerator_usage_never_exceeds_its_budget(host: SimulatedHost) -> None
     found = budgets(host, accelerator=100)
     found.record_usage(A, TierBytes(accelerator=60))
     found.check_start(B)
-    with pytest.raises(StorageFull, match=r"takes 50 bytes of the accelerator, .* 110 of 100"):
+    with pytest.raises(StorageFull, match=r"uses 50 bytes of the accelerator, .* 110 of 100"):
         found.record_usage(B, TierBytes(accelerator=50))
     found.record_exit(B)
     found.claim(A, Tier.MEMORY)
     found.record_usage(A, TierBytes(memory=60))
     found.record_usage(B, TierBytes(accelerator=50))
-    with pytest.raises(StorageFull, match=r"would take 60 bytes of accelerator, .* 50 of 100"):
+    with pytest.raises(StorageFull, match=r"needs 60 bytes of accelerator, .* 50 of 100"):
         found.claim(A, Tier.ACCELERATOR)
     found.remove(B)
     found.claim(A, Tier.ACCELERATOR)
@@ -63,7 +63,7 @@ def test_accelerator_usage_never_exceeds_its_budget(host: SimulatedHost) -> None
 def test_full_accelerator_rejects_further_instances(host: SimulatedHost) -> None:
     found = budgets(host, accelerator=100)
     found.record_usage(A, TierBytes(accelerator=100))
-    with pytest.raises(StorageFull, match="others have 100"):
+    with pytest.raises(StorageFull, match="other instances use 100"):
         found.check_start(B)
     found.check_start(A)
 
@@ -73,7 +73,7 @@ def test_concurrent_moves_do_not_claim_the_same_memory(host: SimulatedHost) -> N
     found.record_usage(A, TierBytes(accelerator=60))
     found.record_usage(B, TierBytes(accelerator=60))
     found.claim(A, Tier.MEMORY)
-    with pytest.raises(StorageFull, match="would take 60 bytes of memory, and others have 60"):
+    with pytest.raises(StorageFull, match="needs 60 bytes of memory, and other instances use 60"):
         found.claim(B, Tier.MEMORY)
     found.cancel_claim(A)
     found.claim(B, Tier.MEMORY)
@@ -84,7 +84,7 @@ def test_memory_and_disk_of_other_processes_are_not_used(host: SimulatedHost) ->
     found = budgets(host)
     found.record_usage(A, TierBytes(accelerator=60))
     host.left = FreeSpace(memory_bytes=SPARE_MEMORY_BYTES + 59, disk_bytes=SPARE_DISK_BYTES + 60)
-    with pytest.raises(StorageFull, match=r"this host has \d+ left"):
+    with pytest.raises(StorageFull, match=r"this host has \d+ free"):
         found.claim(A, Tier.MEMORY)
     found.claim(A, Tier.DISK)
     found.record_usage(A, TierBytes(disk=60))
@@ -98,7 +98,7 @@ def test_sleeping_instance_needs_its_full_size_to_wake(host: SimulatedHost) -> N
     found.record_usage(A, TierBytes(accelerator=80))
     found.record_usage(A, TierBytes(memory=10))  # its weights are in the weight store
     found.record_usage(B, TierBytes(accelerator=30))
-    with pytest.raises(StorageFull, match="would take 80 bytes of accelerator"):
+    with pytest.raises(StorageFull, match="needs 80 bytes of accelerator"):
         found.claim(A, Tier.ACCELERATOR)
 
 
@@ -138,7 +138,7 @@ def test_command_line_names_instance_and_slice_scheduler() -> None:
     ]
     rank = found["rank/calc/1"].build_argv(COMMANDS)
     assert rank[-5:] == ["--core", "--rank", "1", "--ranks", "2"]
-    with pytest.raises(ConfigError, match="no process serves the role 'rollout'"):
+    with pytest.raises(ConfigError, match="no command is configured for the role 'rollout'"):
         found["engine/g1.0"].build_argv({})
 
 

@@ -216,7 +216,7 @@ async def test_stopping_a_role_that_never_started_raises_no_error(
     _, mesh = full_host(clock, random, tmp_path)
     role = role_process(mesh, tmp_path, ENGINE)
     await role.start()
-    await role.stop("the worker ends", worker_stops=True)
+    await role.stop("the worker exits", worker_stops=True)
     assert role.phase == InstancePhase.GONE and not role.pid
 
 
@@ -363,7 +363,7 @@ async def test_second_instance_of_one_role_name_fails(world: World) -> None:
     first, second = await world.read_instance("g0.0"), await world.read_instance("g0.1")
     assert first.phase == InstancePhase.STARTING and world.starts == 1
     assert second.phase == InstancePhase.FAILED
-    assert "trainer/j is that of g0.0" in second.detail and "g0.1" in second.detail
+    assert "trainer/j already belongs to g0.0" in second.detail and "g0.1" in second.detail
     await world.write(RemoveInstance("g0", "g0.0", WHY))
     await world.clock.sleep(10.0)
     assert (await world.read_instance("g0.1")).phase == InstancePhase.STARTING

@@ -47,8 +47,8 @@ async def test_instances_of_two_jobs_share_a_worker_independently(
     assert await mesh.await_pid("engine/g0.0") == again
     drained = (mesh.directory / "drained").read_text().splitlines()
     assert drained == [
-        "g0.0 is wished in generation 2 after 1",
-        "g0.1 is gone from the record",
+        "g0.0 is desired in generation 2 after 1",
+        "g0.1 is not on record any more",
     ]
     states = [
         (e.fields["status"], e.fields["tier"], e.fields["epoch"])
@@ -166,7 +166,7 @@ async def test_move_without_memory_is_rejected_with_figures_and_keeps_the_proces
     engine = await mesh.await_pid("engine/g0.0")
     await mesh.place("g0.0", tier=Tier.MEMORY, epoch=2)
     refused = await mesh.until("refused", "g0.0", lambda r: r.phase == InstancePhase.FAILED)
-    assert "would take 1000 bytes of memory, and others have 0 of 999" in refused.detail
+    assert "needs 1000 bytes of memory, and other instances use 0 of 999" in refused.detail
     assert refused.reports[0].tier == Tier.ACCELERATOR and refused.reports[0].epoch == 2
 
     await mesh.place("g0.1", job="k")

@@ -167,7 +167,7 @@ async def test_arriving_instance_waits_for_a_leaving_one_without_failing(world: 
     await world.until(ENGINE, InstancePhase.READY, 30.0)
     world.set_desired_state(HYBRID)
     await world.clock.sleep(DRAINS_S / 2)
-    assert "others have 1000" in world.detail(HYBRID)
+    assert "other instances use 1000" in world.detail(HYBRID)
     assert InstancePhase.FAILED not in await world.until(HYBRID, InstancePhase.READY, 30.0)
 
 

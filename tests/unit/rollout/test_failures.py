@@ -110,7 +110,7 @@ async def test_hanging_reward_is_reported_before_its_trajectory_fails(bench: Sha
     (first,) = await read_failures(bench)
     assert (first["kind"], first["where"]) == ("reward timed out", "m.py:7 in g()")
     assert (first["count"], first["calls"]) == (0, 1)
-    assert first["fix"] == "make it finish, or raise reward.deadline_s"
+    assert first["fix"] == "Make it finish, or raise reward.deadline_s"
 
 
 @story_on(run_on_shard, "tmp_path")

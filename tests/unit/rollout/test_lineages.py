@@ -308,7 +308,7 @@ async def test_version_is_best_only_with_nearly_all_samples(
 
 
 async def test_error_in_one_trajectory_cancels_the_others(tmp_path: Path) -> None:
-    error = DeadlineExceeded("an engine for a trajectory")
+    error = DeadlineExceeded("waiting for an engine for a trajectory")
     made = evaluation(tmp_path, {(0, 0, 1.0): asyncio.Event(), (1, 0, 1.0): error})
     with pytest.raises(DeadlineExceeded):
         await made.run()

@@ -70,7 +70,7 @@ def test_row_is_chosen_by_number_and_its_prompt_can_be_replaced() -> None:
     assert choose_row(config, rows, 1, None) == rows[1]
     assert choose_row(config, rows, 1, "a-l:") == {"prompt": "a-l:", "hidden": "e"}
     assert choose_row(config, rows, None, "a-l:") == {"prompt": "a-l:"}
-    with pytest.raises(NotFound, match="Rows go from 0 to 1"):
+    with pytest.raises(NotFound, match="Choose a row from 0 to 1"):
         choose_row(config, rows, 2, None)
 
 
@@ -161,11 +161,11 @@ async def test_complete_row_has_turns_reward_and_tokens(
 async def test_environment_error_is_shown_with_a_fix(game: LocalPlayer) -> None:
     result = await sample_row(game, PromptRequest({"prompt": "c-h:"}, False))
     assert result.trajectory is None and "KeyError: 'hidden'" in result.error
-    assert "give a whole row" in result.error and list(format_result(result)) == [
+    assert "Give a whole row" in result.error and list(format_result(result)) == [
         f"failed:      {result.error}"
     ]
     whole = await sample_row(game, PromptRequest({"prompt": "c-h:"}, True))
-    assert "KeyError: 'hidden'" in whole.error and "give a whole row" not in whole.error
+    assert "KeyError: 'hidden'" in whole.error and "Give a whole row" not in whole.error
     assert build_document(PromptRequest({}, True), whole, 1.0, 7)["ending"] == "failed"
 
 
@@ -178,7 +178,7 @@ async def test_sampling_stops_at_max_tokens(game: LocalPlayer) -> None:
 
 async def test_prompt_that_fills_the_context_is_rejected(game: LocalPlayer) -> None:
     long = ROW | {"prompt": "a" * game.max_length}
-    with pytest.raises(Refused, match=f"too long: it has {game.max_length} tokens"):
+    with pytest.raises(Refused, match=f"the prompt has {game.max_length} tokens"):
         await sample_row(game, PromptRequest(long, True), "--json")
 
 
@@ -191,7 +191,7 @@ async def test_reward_that_needs_row_fields_is_missing_for_a_bare_prompt(tmp_pat
             result.trajectory is not None and result.error == "" and result.trajectory.score is None
         )
         assert "KeyError" in result.note and next(iter(format_result(result))).endswith(
-            "if it needs one"
+            "if the reward needs its keys"
         )
         whole = await sample_row(player, PromptRequest({"prompt": "1+2?"}, True), "--json")
         assert whole.note == "" and "KeyError" in whole.error

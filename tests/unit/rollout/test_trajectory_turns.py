@@ -174,7 +174,7 @@ async def test_environment_with_endless_calls_fails(monkeypatch: pytest.MonkeyPa
     t = Trajectory(0, 0, 0, 0, 0)
     t.is_recorded = False
     t.set_prompt(await pool.begin({}))
-    with pytest.raises(ToolFailed, match=f"over {MAX_TOOL_CALLS} tool calls"):
+    with pytest.raises(ToolFailed, match=f"more than {MAX_TOOL_CALLS} tool calls"):
         await run_turns(create_runner(pool), t, "2")
 
 

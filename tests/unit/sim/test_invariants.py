@@ -149,7 +149,7 @@ def finish_late(facts: FinalState) -> None:
         (remove_weights, "whole_steps: the manifest"),
         (exceed_staleness, "staleness: step 5 trained on group 3, 3 versions old"),
         (use_foreign_version, "staleness: step 5 trained on group 3, 3 versions old"),
-        (use_unpublished_version, "staleness: step 1 trained on group 1, which nobody saw"),
+        (use_unpublished_version, "staleness: step 1 trained on group 1, which was not observed"),
         (index_twice, "gate: group 4"),
         (lease_for_ever, "gate: groups [4] are leased"),
         (change_chunk, "store: chunk"),
@@ -160,7 +160,7 @@ def finish_late(facts: FinalState) -> None:
         (leave_process, "nothing_left: engine/g0(7) runs"),
         (report_defect, "nothing_left: weights(3)"),
         (leave_job_unfinished, "the_end: the job is training"),
-        (finish_late, "the_end: it was 1 s late"),
+        (finish_late, "the_end: it finished 1 s late"),
     ],
 )
 def test_violation_is_found(change: Callable[[FinalState], None], invariant: str) -> None:

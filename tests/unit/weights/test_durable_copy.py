@@ -221,7 +221,7 @@ def test_ended_jobs_are_not_restored(tmp_path: Path) -> None:
         await bench.wait_for_poll()
 
     run_with_copy(tmp_path, story)
-    with pytest.raises(NotFound, match="no job that goes on"):
+    with pytest.raises(NotFound, match="no unfinished job"):
         durable_restore.fetch_runs(make_url(tmp_path), MeshPaths(tmp_path / "mesh-b"))
 
 
@@ -373,7 +373,7 @@ def test_incomplete_job_copy_does_not_block_other_restores(
     mesh_paths = MeshPaths(tmp_path / "mesh-b")
     runs = durable_restore.fetch_runs(make_url(tmp_path), mesh_paths)
     assert [run.name for run in runs] == [JOB]
-    assert "begun is not in the copy as a whole" in capsys.readouterr().out
+    assert "begun is incomplete in the copy" in capsys.readouterr().out
     assert durable_restore.fetch_runs(make_url(tmp_path), mesh_paths) == runs, (
         "as after an interruption"
     )

@@ -89,8 +89,8 @@ def decode_report(rank: int, row: Mapping[str, Any]) -> InstanceReport:
 
 def encode_worker(worker: WorkerRow) -> dict[str, Any]:
     """Return the fields that a worker publishes when it joins."""
-    about = {name: getattr(worker, name) for name in WORKER_FIELDS}
-    return about | {"budget": asdict(worker.budget)}
+    details = {name: getattr(worker, name) for name in WORKER_FIELDS}
+    return details | {"budget": asdict(worker.budget)}
 
 
 def decode_worker(row: Mapping[str, Any]) -> WorkerRow:
@@ -137,9 +137,11 @@ def encode_decision(decision: Decision, index: int) -> dict[str, Any]:
     `extra` is what its event contains beside the fields that the script adds.
     """
     row = _encode_fields(decision)
-    why = decision.rationale
-    extra = why.inputs | ({"job": why.job} if why.job else {}) | row.pop("extra", {})
-    return row | {"index": index, "rule": why.rule, "extra": json.dumps(extra)}
+    rationale = decision.rationale
+    extra = (
+        rationale.inputs | ({"job": rationale.job} if rationale.job else {}) | row.pop("extra", {})
+    )
+    return row | {"index": index, "rule": rationale.rule, "extra": json.dumps(extra)}
 
 
 def _encode_fields(decision: Decision) -> dict[str, Any]:
@@ -148,8 +150,8 @@ def _encode_fields(decision: Decision) -> dict[str, Any]:
     match decision:
         case PlaceInstance():
             return kind | _encode_placement(decision)
-        case MarkWorkerLost(worker, why):
-            reason = why.inputs.get("reason", "its worker has exited")
+        case MarkWorkerLost(worker, rationale):
+            reason = rationale.inputs.get("reason", "its worker has exited")
             return kind | {"worker": worker, "reason": reason}
         case AssignServices(host, services):
             names = list(services)
@@ -173,7 +175,7 @@ def _encode_placement(decision: PlaceInstance) -> dict[str, Any]:
     row = encode_instance(instance)
     fields = {key: row[key] for key in ("job", "role", "core", "tier", "generation", "epoch")}
     fields |= {"gang": decision.gang, "resident": instance.id, "pinned": instance.pinned}
-    found = {
+    document = {
         "gang": decision.gang,
         "instance": instance.id,
         "ranks": list(instance.ranks),
@@ -183,4 +185,4 @@ def _encode_placement(decision: PlaceInstance) -> dict[str, Any]:
         "request_id": decision.request_id,
         "extra": fields | {"reason": decision.rationale.rule},
     }
-    return found | ({"move": json.dumps(encode_move(move))} if move is not None else {})
+    return document | ({"move": json.dumps(encode_move(move))} if move is not None else {})

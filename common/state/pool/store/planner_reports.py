@@ -60,8 +60,8 @@ class MoveOutcome:
 def decode_predictions(memory: Mapping[str, Any]) -> dict[str, JobPrediction]:
     """Return the predictions in the leaders' memory, by job."""
     return {
-        job: JobPrediction(**_select_fields(JobPrediction, told))
-        for job, told in memory.get(PREDICTIONS_KEY, {}).items()
+        job: JobPrediction(**_select_fields(JobPrediction, row))
+        for job, row in memory.get(PREDICTIONS_KEY, {}).items()
     }
 
 

@@ -36,7 +36,7 @@ PLANNER_KEY = f"{MESH_PREFIX}:planner"  # memory that leaders pass to their succ
 MOVES_KEY = f"{MESH_PREFIX}:moves"  # moves in progress, by the arriving instance
 # Decisions of one script: each blocks Redis for up to about 50 us.
 DECISIONS_PER_SCRIPT = 128
-EXIT_RETENTION_S = 3600.0  # how long the last exit of a removed instance's process is kept
+EXIT_RETENTION_S = 3600.0  # how long the last exit of a removed instance's process is retained
 # stats that a host's agent reports, by the field of PoolHost
 SERVICE_STATS = {"accepted_services": "takes", "isolation_tiers": "tiers"}
 CORE_STATS = ("cores", "busy_cores")
@@ -48,7 +48,7 @@ class PlannerInput:
     """Input of one planner decision round."""
 
     snapshot: PoolSnapshot
-    memory: dict[str, Any] | None  # memory of the leaders; None: there is none yet
+    memory: dict[str, Any] | None  # memory of the leaders; None before the first write
     revision: int  # writes so far: a write based on another snapshot is rejected
 
 
@@ -225,8 +225,8 @@ async def write_settings(state: StateClient, settings: PoolSettings) -> int:
 
 async def read_settings(state: StateClient) -> PoolSettings:
     """Return the settings of the running mesh; the defaults before it runs."""
-    told = await state.run_command("GET", f"{MESH_PREFIX}:settings")
-    return PoolSettings(**json.loads(told)["pool"]) if told else PoolSettings()
+    text = await state.run_command("GET", f"{MESH_PREFIX}:settings")
+    return PoolSettings(**json.loads(text)["pool"]) if text else PoolSettings()
 
 
 # -- the leader ------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ async def write_decisions(
 
     Decisions are written in chunks, once for `op_id`; the leaders' memory (None: unchanged) is
     written with the last chunk. Fenced for a former leader, and if anything has been written since
-    the snapshot whose `written` is `expected_revision`. A leader that stops between two chunks
+    the snapshot whose `revision` is `expected_revision`. A leader that stops between two chunks
     leaves the rest undecided.
     """
     documents = [encode_decision(decision, index) for index, decision in enumerate(decisions)]
@@ -275,7 +275,7 @@ async def write_decisions(
     ]
     if not chunks and memory is not None:
         chunks = [[]]
-    refused: list[RejectedDecision] = []
+    rejected: list[RejectedDecision] = []
     for number, chunk in enumerate(chunks):
         args: dict[str, Any] = {
             "election": PLANNER_ELECTION,
@@ -288,10 +288,10 @@ async def write_decisions(
         if memory is not None and number == len(chunks) - 1:
             args["memory"] = json.dumps(memory)
         answer = await state.run_script("write_decisions", [MESH_PREFIX], args)
-        refused += [
+        rejected += [
             RejectedDecision(decisions[r["index"]], r["reason"]) for r in answer["rejected"] or []
         ]
-    return refused
+    return rejected
 
 
 async def remove_gone(
@@ -320,21 +320,21 @@ def _decode_snapshot(answer: dict[str, Any]) -> PoolSnapshot:
         by_job.setdefault(process.stats.get("job", ""), []).append(process)
     alive = frozenset(answer["alive"])
     rows = (decode_worker(row | {"alive": row["id"] in alive}) for row in answer["workers"])
-    known = tuple(sorted(rows, key=lambda one: id_sort_key(one.id)))
+    workers = tuple(sorted(rows, key=lambda one: id_sort_key(one.id)))
     kinds = {
-        worker.gang: parse_accelerator_kind(worker.accelerator) for worker in known if worker.gang
+        worker.gang: parse_accelerator_kind(worker.accelerator) for worker in workers if worker.gang
     }
     requests = [PoolRequest(op, **row) for op, row in answer["requests"].items()]
     settings = answer["settings"]
     return PoolSnapshot(
         now_ms=answer["now_ms"],
-        workers=known,
+        workers=workers,
         gangs=tuple(sorted(map(decode_gang, answer["gangs"]), key=lambda one: id_sort_key(one.id))),
         jobs=tuple(
             build_planned_job(row, row["document"], by_job.get(row["id"], ()), kinds)
             for row in answer["jobs"]
         ),
-        hosts=_decode_hosts(answer, known, processes),
+        hosts=_decode_hosts(answer, workers, processes),
         requests=tuple(sorted(requests, key=lambda one: (one.requested_ms, one.op))),
         moves=tuple(Move(id, **row) for id, row in sorted(answer["moves_in_progress"].items())),
         evictable_services=frozenset(p.name for p in processes if p.stats.get("rests")),
@@ -348,8 +348,8 @@ def _decode_hosts(
     answer: dict[str, Any], workers: Sequence[WorkerRow], processes: Sequence[ProcessStats]
 ) -> tuple[PoolHost, ...]:
     agents = {p.name.partition("/")[2]: p for p in processes if p.kind == "node"}
-    said = {row["name"]: row["stats"] for row in answer["offline_agents"]}
-    said |= {agent.name: agent.stats for agent in agents.values()}
+    stats_by_agent = {row["name"]: row["stats"] for row in answer["offline_agents"]}
+    stats_by_agent |= {agent.name: agent.stats for agent in agents.values()}
     services = {row["name"]: tuple(row["services"]) for row in answer["hosts"]}
     draining = answer["draining"]
     names = sorted({*agents, *services, *(worker.host for worker in workers)})
@@ -360,7 +360,7 @@ def _decode_hosts(
             drain_reason=draining.get(name, "")
             or (str(agents[name].stats.get("draining") or "") if name in agents else ""),
             services=services.get(name, ()),
-            **_decode_offer(said.get(agent_process(name), {})),
+            **_decode_offer(stats_by_agent.get(agent_process(name), {})),
         )
         for name in names
     )
@@ -388,12 +388,12 @@ async def list_remaining(state: StateClient, host: str) -> list[str]:
 
     These are instances, assigned shards and sandboxes, and live processes of shards and sandboxes.
     """
-    there = {worker.id for worker in await read_workers(state) if worker.host == host}
-    found = set(await read_host_services(state, host))
+    workers_on_host = {worker.id for worker in await read_workers(state) if worker.host == host}
+    remaining = set(await read_host_services(state, host))
     for gang in await read_gangs(state):
-        for resident in gang.instances:
-            if there.intersection(gang.workers[rank] for rank in resident.ranks):
-                found.add(resident.id)
+        for instance in gang.instances:
+            if workers_on_host.intersection(gang.workers[rank] for rank in instance.ranks):
+                remaining.add(instance.id)
     entries = await registry.list_entries(state)
-    found |= {e.name for e in entries if e.alive and e.host == host and e.kind in PLACED_KINDS}
-    return sorted(found)
+    remaining |= {e.name for e in entries if e.alive and e.host == host and e.kind in PLACED_KINDS}
+    return sorted(remaining)

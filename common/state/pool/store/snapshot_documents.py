@@ -34,8 +34,8 @@ def _decode_value(kind: Any, value: Any, where: str) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
         return _decode_record(kind, value, where)
     if origin in (Union, UnionType):
-        some = next(one for one in inner if one is not NoneType)
-        return None if value is None else _decode_value(some, value, where)
+        member = next(one for one in inner if one is not NoneType)
+        return None if value is None else _decode_value(member, value, where)
     if origin is tuple:
         return tuple(_decode_value(inner[0], one, f"{where}[{n}]") for n, one in enumerate(value))
     if origin is frozenset:
@@ -52,13 +52,13 @@ def _decode_value(kind: Any, value: Any, where: str) -> Any:
 def _decode_record(kind: type[Any], value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
         raise Refused(f"{where} is not an object", where=where, fix="Give its fields by name")
-    known = resolve_hints(kind)
+    hints = resolve_hints(kind)
     names = [field.name for field in fields(kind) if field.init]
     unknown = sorted(set(value) - set(names))
     if unknown:
         fix = f"Choose from {', '.join(names)}"
         raise Refused(f"{where} has no field {', '.join(unknown)}", where=where, fix=fix)
-    read = {name: _decode_value(known[name], value[name], f"{where}.{name}") for name in value}
+    read = {name: _decode_value(hints[name], value[name], f"{where}.{name}") for name in value}
     try:
         return kind(**read)
     except TypeError as error:

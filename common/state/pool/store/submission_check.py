@@ -22,26 +22,32 @@ SETTINGS_KEY = f"{MESH_PREFIX}:settings"  # settings of the mesh, written by the
 
 
 async def check_job_is_feasible(state: StateClient, requirements: JobRequirements) -> None:
-    """Raise Refused if a job could never run, with its requirements and what there is.
+    """Raise Refused if a job could never run, with its requirements and the mesh's resources.
 
     A job is rejected if it could not run without other jobs, or if no host has the isolation for
     its model's code. A mesh without workers accepts all: workers are still joining.
     """
-    if why := explain_missing_isolation(await read_host_offers(state), requirements):
-        raise Refused(why, fix="Run `meshrl doctor` on one of them to see what is missing there")
-    known = await pool.read_workers(state)
-    if not known:
+    if reason := explain_missing_isolation(await read_host_offers(state), requirements):
+        raise Refused(reason, fix="Run `meshrl doctor` on one of them 
+<<<<<<< ours
+to see
+||||||| base
+says
+=======
+lists
+>>>>>>> theirs
+ what it is missing")
+    workers = await pool.read_workers(state)
+    if not workers:
         return
-    told = json.loads(await state.run_command("GET", SETTINGS_KEY) or "{}")
-    settings = PoolSettings(**told.get("pool", {}))
-    if why := explain_infeasible(requirements, known, settings):
-        raise Refused(why)
+    row = json.loads(await state.run_command("GET", SETTINGS_KEY) or "{}")
+    settings = PoolSettings(**row.get("pool", {}))
+    if reason := explain_infeasible(requirements, workers, settings):
+        raise Refused(reason)
 
 
 async def read_host_offers(state: StateClient) -> list[PoolHost]:
-    """Return the hosts of the mesh with their services, including those that are away for
-    minutes.
-    """
+    """Return the hosts of the mesh with their services, including hosts that left recently."""
     return [pool.decode_host(entry) for entry in await registry.list_entries(state, "node")]
 
 
@@ -50,15 +56,17 @@ def explain_missing_isolation(hosts: Sequence[PoolHost], requirements: JobRequir
 
     Hosts report their isolation. If no host accepts sandboxes the job waits for one.
     """
-    takes = [host for host in hosts if SERVICE_NAMES["sandbox"] in host.accepted_services]
-    if not requirements.sandboxes or not takes:
+    candidates = [host for host in hosts if SERVICE_NAMES["sandbox"] in host.accepted_services]
+    if not requirements.sandboxes or not candidates:
         return ""
-    why = {host.name: explain_rejected_service(host, "sandbox", requirements) for host in takes}
-    if any(host.is_probing_isolation for host in takes) or not all(why.values()):
+    reasons = {
+        host.name: explain_rejected_service(host, "sandbox", requirements) for host in candidates
+    }
+    if any(host.is_probing_isolation for host in candidates) or not all(reasons.values()):
         return ""
-    said = "; ".join(f"{name} {said}" for name, said in sorted(why.items()))
+    details = "; ".join(f"{name} {reason}" for name, reason in sorted(reasons.items()))
     return (
         f"the job runs the model's code in {TIER_DESCRIPTIONS[requirements.isolation_tier]} "
         f"(sandbox.tier = {requirements.isolation_tier}), but no host that accepts sandboxes has "
-        f"it: {said}"
+        f"it: {details}"
     )

@@ -38,21 +38,21 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=False)  # dumps where it hangs
     out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)
 
-    def say(**line: Any) -> None:
+    def report(**line: Any) -> None:
         out.write(json.dumps(line) + "\n")
 
     asked = json.load(sys.stdin)
     sys.path.insert(0, asked["modules"])
     for reference in asked["references"]:
-        say(trying=f"{reference['key']}: importing {reference['use']}")
+        report(trying=f"{reference['key']}: importing {reference['use']}")
         try:
             found = import_reference(reference["use"])
             check_callable(found, reference["use"], reference["kind"])
             if reference["kind"] == "environment":
-                try_environment(found, reference["use"], asked, say)
+                try_environment(found, reference["use"], asked, report)
         except BaseException as error:  # SystemExit at import is the author's mistake, too
-            say(wrong={"key": reference["key"], **describe_error(error, asked["modules"])})
-    say(done=True)
+            report(wrong={"key": reference["key"], **describe_error(error, asked["modules"])})
+    report(done=True)
     out.close()
     os._exit(0)  # threads of the author's modules cannot delay the exit
 

@@ -181,9 +181,9 @@ def _check_frozen_model(job: JobFile, role: str, directory: Path) -> None:
     key, tokenizer = f"models.{role}.path", job.config.model.tokenizer_file
     own = (directory / "tokenizer.json").is_file()
     if not (directory / "config.json").is_file():
-        raise job.make_error(key, f"{directory} holds no config.json")
+        raise job.make_error(key, f"{directory} has no config.json")
     if role == "reward" and not own:
-        raise job.make_error(key, f"{directory} holds no tokenizer.json")
+        raise job.make_error(key, f"{directory} has no tokenizer.json")
     if role != "reward" and own and tokenizer.is_file():
         ours = load_tokenizer(job, tokenizer, "model.tokenizer").vocabulary
         if not ours.items() <= load_tokenizer(job, directory, key).vocabulary.items():

@@ -76,7 +76,7 @@ def _check_zebra_auto(job: JobFile) -> None:
     key, training = f"{ZEBRA_TABLE}.auto", job.config.training
     if training.zebra.attention or training.zebra.hosted:
         given = "attention" if training.zebra.attention else "hosted"
-        wrong = f"{ZEBRA_TABLE}.{given} conflicts with {key}, with which the planner chooses it"
+        wrong = f"{ZEBRA_TABLE}.{given} conflicts with {key}, which makes the planner choose it"
         raise job.make_error(f"{ZEBRA_TABLE}.{given}", wrong, "Remove one of them")
     if training.ranks == 1:
         wrong = f"{key} divides ranks between two kinds of accelerators, but training.ranks is 1"

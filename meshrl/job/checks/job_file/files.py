@@ -17,7 +17,7 @@ def check_model(job: JobFile) -> None:
     """Check that the model and its tokenizer exist, or the shape of a new one."""
     own = job.config.model
     if own.path and not (Path(own.path) / "config.json").is_file():
-        there = "holds no config.json" if Path(own.path).exists() else "does not exist"
+        there = "has no config.json" if Path(own.path).exists() else "does not exist"
         raise job.make_error(
             "model.path",
             f"model.path: {own.path} {there}",
@@ -73,7 +73,7 @@ def check_datasets(job: JobFile) -> None:
             elif wrong := row_keys.find_missing_key(row, keys):
                 raise job.make_error(*wrong)
         if not own:
-            raise job.make_error(key, f"{key}: {path} holds no rows")
+            raise job.make_error(key, f"{key}: {path} has no rows")
         trained = own
 
 
@@ -100,7 +100,7 @@ def _check_answer(job: JobFile, row: dataset_rows.DatasetRow) -> None:
         fix = 'Set environment.chat, such as "auto", or write the answer as a text'
     elif not isinstance(answer, dict | str) or not answer:
         wrong = f"the row has no text {key!r} to train on"
-        fix = "Set dataset.response to the row's key that holds the answer"
+        fix = "Set dataset.response to the key of the answer in the rows"
     elif isinstance(answer, dict):
         try:
             parse_message({"role": "assistant"} | answer, "the answer", ("assistant",))

@@ -71,7 +71,7 @@ def check_evaluation(job: JobFile) -> None:
         table = f"evaluation.datasets[{i}]"
         if names.count(d.name) > 1:
             raise job.make_error(
-                f"{table}.name", f"{table}.name: {d.name!r} is taken", "Choose another name"
+                f"{table}.name", f"{table}.name: {d.name!r} is used twice", "Choose another name"
             )
         if any(k > d.samples for k in d.pass_at):
             key = f"{table}.pass_at"

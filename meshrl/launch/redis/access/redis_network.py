@@ -21,9 +21,7 @@ from meshrl.common.state.redis import embedded_server
 from meshrl.common.state.redis.embedded_server import ServerListener
 
 PORT_FILE = "redis-port.json"  # in the mesh's directory: hosts that have joined come back to it
-REPAIR_HINT = (
-    "Remove it: hosts that have joined come back only where Redis gets the same port again"
-)
+REPAIR_HINT = "Remove it. Joined hosts reconnect only if Redis gets the same port again"
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,9 @@ class RedisNetwork:
         host = parse_advertised_host(self.advertise) or self._listen_range[0]
         if host in WILDCARD_HOSTS:
             raise ConfigError(
-                f"{host} is where the head listens, and no address at which others reach it",
+                f"the head listens at {host}, at which other hosts cannot reach it",
                 where="--listen",
-                fix="Name one of its addresses, or beside it --advertise HOST",
+                fix="Set one of its addresses, or add --advertise HOST",
             )
         return host
 
@@ -101,12 +99,13 @@ def resolve_remote_url(url: str, listen: str) -> tuple[str, str]:
     near = scheme == "unix" or embedded_server.is_loopback(host)
     if (near or scheme != "rediss") and not (near and is_loopback_only(listen)):
         raise ConfigError(
-            "hosts that join cannot reach this Redis"
+            "joining hosts cannot reach this Redis"
             if near
-            else "hosts that join would send this Redis passwords in the clear",
+            else "joining hosts would send passwords to this Redis unencrypted",
             where=f"$MESHRL_REDIS_URL: {bare}",
-            fix="Name one with TLS, by an address that they reach: rediss://USER:PASSWORD@HOST:PORT/0"
-            " and ?ssl_ca_certs=FILE where its certificate is of an authority of your own",
+            fix="Set a Redis with TLS, by an address that they reach: "
+            "rediss://USER:PASSWORD@HOST:PORT/0. Add ?ssl_ca_certs=FILE if your own "
+            "authority signed its certificate",
         )
     return bare, authority
 
@@ -122,9 +121,9 @@ def _choose_port(port_file: Path, host: str, allowed: range) -> int:
                 documents.write(port_file, {"port": free})
             return free
     raise AddressInUse(
-        f"Redis finds no free port on {host} among {allowed[0]} to {allowed[-1]}",
+        f"no port of {host} from {allowed[0]} to {allowed[-1]} is free for Redis",
         where="--listen",
-        fix="Give a wider range: --listen HOST:LOW-HIGH",
+        fix="Set a wider range: --listen HOST:LOW-HIGH",
     )
 
 
@@ -136,7 +135,9 @@ def _find_free_port(host: str, port: int) -> int:
     try:
         families = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise ConfigError(f"{host} is no host that is known: {error}", where="--listen") from error
+        raise ConfigError(
+            f"the host name {host} does not resolve: {error}", where="--listen"
+        ) from error
     family, kind, protocol, _, address = families[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -148,6 +149,6 @@ def _find_free_port(host: str, port: int) -> int:
             raise ConfigError(
                 f"Redis cannot listen at {host}, port {port}: {error}",
                 where="--listen",
-                fix="Name an address of this host, and ports from 1024 on",
+                fix="Set an address of this host, and ports from 1024 on",
             ) from error
         return int(probe.getsockname()[1])

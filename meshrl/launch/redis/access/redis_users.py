@@ -51,8 +51,8 @@ class RedisHostUsers:
         known = self.hosts.get(host.host)
         if known is not None and known.passwords != host.passwords:
             raise Refused(
-                f"there is a host {host.host} in the mesh already",
-                fix="Each host that joins makes a name of its own: join again",
+                f"the mesh already has a host {host.host}",
+                fix="Join again: each joining host generates a new name",
             )
         _build_users(host, enabled=True)  # whether they can be made
         if known is None:
@@ -62,7 +62,9 @@ class RedisHostUsers:
     def require_not_head(self, host: str) -> None:
         """Raise Refused for the head, which cannot be removed."""
         if host == self._head.host:
-            raise Refused(f"{host} is the head of the mesh", fix="`meshrl down` stops the mesh")
+            raise Refused(
+                f"{host} is the head of the mesh", fix="Run `meshrl down` to stop the mesh"
+            )
 
     def remove_host(self, host: str) -> bool:
         """Remove a host from the record; return whether it was on record."""
@@ -124,8 +126,8 @@ async def _run_command(owner: StateClient, *command: str) -> list[str]:
         found: list[str] = await owner.run_command(*command)
     except (ResponseError, NotAllowed) as error:
         raise NotAllowed(
-            f"Redis does not let the mesh make users of its own: {error}",
+            f"Redis rejects the mesh's request to create users: {error}",
             where="$MESHRL_REDIS_URL",
-            fix=f"Its user needs {REQUIRED_RIGHTS}; Redis 7 or later",
+            fix=f"Grant its user {REQUIRED_RIGHTS}; use Redis 7 or later",
         ) from error
     return found

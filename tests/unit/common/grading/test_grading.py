@@ -46,8 +46,8 @@ CHOICE_GOLDS: list[tuple[Any, Any, str]] = [
 INVALID_CHOICE_GOLDS: list[tuple[Any, Any, str]] = [  # gold, choices, part of the error
     (1, None, "no 'choices'"),
     ("1", None, "no 'choices'"),
-    (3, CITIES, "count from 0 to 2"),
-    (-1, CITIES, "count from 0 to 2"),
+    (3, CITIES, "numbered from 0 to 2"),
+    (-1, CITIES, "numbered from 0 to 2"),
     ("1", ["0", "2", "1"], "the text of another one"),
     ("D", CITIES, "none of the letters ABC"),
     ("Z", None, "none of the letters ABCDEFGHIJ"),

@@ -172,9 +172,7 @@ def test_truncated_file_is_named_with_its_lengths(model: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[:-10])
     message = check_and_catch(model)
-    assert (
-        file.name in message and f"{len(content) - 10} bytes are there of {len(content)}" in message
-    )
+    assert file.name in message and f"{len(content) - 10} of {len(content)} bytes" in message
     for length in (100, 8, 3, 0):  # within the header, before it, within its length
         file.write_bytes(content[:length])
         assert file.name in check_and_catch(model)

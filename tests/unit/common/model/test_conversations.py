@@ -65,19 +65,19 @@ ACCEPTED: list[tuple[Any, list[dict[str, Any]]]] = [
     ),
 ]
 REJECTED: list[tuple[Any, str]] = [
-    (None, "messages are a text or a list, not None"),
-    (5, "messages are a text or a list, not 5"),
-    (USER, "messages are a text or a list, not {'role'"),
+    (None, "messages must be a text or a list, not None"),
+    (5, "messages must be a text or a list, not 5"),
+    (USER, "messages must be a text or a list, not {'role'"),
     ([], "the list of messages is empty"),
-    (["hi"], "message 1 is no {'role', 'content'}, but 'hi'"),
-    ([USER, None], "message 2 is no {'role', 'content'}, but None"),
+    (["hi"], "message 1 must be {'role', 'content'}, not 'hi'"),
+    ([USER, None], "message 2 must be {'role', 'content'}, not None"),
     ([{"content": "hi"}], "message 1 has no role; it has 'content'"),
     ([{"from": "human", "value": "hi"}], "message 1 has no role; it has 'from', 'value'"),
     (
         [USER, {"role": "nobody", "content": ""}],
-        "message 2 has the role 'nobody'; known are",
+        "message 2 has the unknown role 'nobody'; roles are",
     ),
-    ([{"role": 5, "content": ""}], "message 1 has the role 5"),
+    ([{"role": 5, "content": ""}], "message 1 has the unknown role 5"),
     ([{"role": "user"}], "message 1 (user) has no content"),
     ([USER | {"content": None}], "message 1 (user) has no content"),
     ([{"role": "assistant", "content": None, "tool_calls": []}], "(assistant) has no content"),
@@ -86,7 +86,7 @@ REJECTED: list[tuple[Any, str]] = [
     ([USER | {"content": [{"type": "image_url"}]}], "is of type 'image_url', not a text"),
     ([USER | {"content": [5]}], "is of type 'int', not a text"),
     ([USER | {"tool_calls": {"name": "f"}}], "its tool_calls are of type 'dict', not a list"),
-    ([USER | {"tool_calls": [{"name": "f"}]}], "a tool call is no {'function'"),
+    ([USER | {"tool_calls": [{"name": "f"}]}], "a tool call must be {'function'"),
     ([USER | {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}], "arguments of a"),
 ]
 
@@ -287,7 +287,7 @@ def test_each_call_is_parsed_with_its_problem(chat: ChatFormat, tokenizer: Token
 
 def test_unknown_format_error_lists_the_known_ones(chat: ChatFormat, tokenizer: Tokenizer) -> None:
     assert chat.stop_tokens == ["<|im_end|>", "<|endoftext|>"]
-    with pytest.raises(ConfigError, match=r"no chat format 'qwen33'.*known are.*qwen3"):
+    with pytest.raises(ConfigError, match=r"no chat format 'qwen33'.*Use one of.*qwen3"):
         ChatFormat.load("qwen33", {}, tokenizer)
     with pytest.raises(ConfigError, match=r"'gpt-oss'"):
         ChatFormat.load("gpt-oss", {}, tokenizer)
@@ -305,7 +305,7 @@ def test_format_is_detected_from_the_model_name(tmp_path: Path) -> None:
         assert detect_format(cached) == published[name]
     (tmp_path / "config.json").write_text('{"_name_or_path": "Qwen/Qwen3.5-4B"}')
     assert detect_format(tmp_path) == "qwen3.5"
-    with pytest.raises(ConfigError, match=r"name it in environment\.chat"):
+    with pytest.raises(ConfigError, match=r"Set environment\.chat"):
         detect_format(tmp_path / "mine")
 
 
@@ -348,6 +348,6 @@ def test_invalid_messages_raise_specific_errors() -> None:
 def test_environment_may_name_a_role_of_its_format() -> None:
     assert parse_conversation([{"role": "ipython", "content": "3"}])[0]["role"] == "ipython"
     with pytest.raises(
-        InvalidMessages, match="the answer has the role 'user'; known are assistant"
+        InvalidMessages, match="the answer has the unknown role 'user'; roles are assistant"
     ):
         parse_message(USER, "the answer", ("assistant",))

@@ -124,9 +124,9 @@ def test_sliding_layers_follow_the_architecture(
 @pytest.mark.parametrize(
     ("architecture", "keys", "message"),
     [
-        ("llama", {"logit_scale": 0.1}, "logit_scale = 0.1 means nothing to llama"),
+        ("llama", {"logit_scale": 0.1}, "logit_scale = 0.1 is not supported for llama"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types has .'chunked_att"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "no window in use"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "no window is in use"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for 4 layers"),
         (
             "qwen3",
@@ -205,7 +205,7 @@ def test_quantized_models_and_missing_model_types_are_rejected(model_dir: Path) 
         ModelConfig.from_hf(SIZES)
     assert "one of llama, mistral" in caught.value.fix
     (model_dir / "quantize_config.json").write_text('{"bits": 4}')
-    with pytest.raises(ConfigError, match=r"quantized: there is a quantize_config\.json"):
+    with pytest.raises(ConfigError, match=r"quantized: the directory has quantize_config\.json"):
         load_config(model_dir)
 
 
@@ -400,10 +400,10 @@ def test_weights_of_another_format_are_named(
 def test_truncated_file_is_detected_from_its_header(model_dir: Path) -> None:
     file = model_dir / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ConfigError, match=r"not whole: \d+ bytes are there of \d+"):
+    with pytest.raises(ConfigError, match=r"incomplete: the file has \d+ of \d+ bytes"):
         load_config(model_dir)
     file.write_bytes(b"<html>not found</html>")
-    with pytest.raises(ConfigError, match="not whole"):
+    with pytest.raises(ConfigError, match="incomplete"):
         load_config(model_dir)
 
 

@@ -119,7 +119,7 @@ async def test_server_with_fewer_processes_is_rejected(tmp_path: Path) -> None:
         64,
         tensor_parallel_size=2,
     )
-    with pytest.raises(ConfigError, match="computes with 1 processes, not with 2") as refused:
+    with pytest.raises(ConfigError, match="runs 1 processes, not 2") as refused:
         await SGLangServer.start(
             SystemHost(), SystemClock(), launch_config, MODEL, "auto", scaled(60.0)
         )

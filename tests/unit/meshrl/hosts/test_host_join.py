@@ -56,7 +56,7 @@ def test_join_token_is_read_from_file_url_stdin_or_environment(
 
 
 def test_token_on_the_command_line_is_rejected_and_not_repeated(file: Path) -> None:
-    with pytest.raises(ConfigError, match="seen by everybody") as error:
+    with pytest.raises(ConfigError, match="visible to all users") as error:
         host_join.read_join_token(TICKET.encoded)
     assert TICKET.encoded not in str(error.value)
 
@@ -67,9 +67,9 @@ def test_token_readable_by_others_is_rejected(file: Path) -> None:
         host_join.read_join_token(str(file))
     place = "example.invalid/join.token"
     for scheme in ("http", "ftp", "HTTP", "simplecache::http", "filecache::https", "webhdfs"):
-        with pytest.raises(ConfigError, match="shows it to the network"):
+        with pytest.raises(ConfigError, match="can expose to the network"):
             host_join.read_join_token(f"{scheme}://{place}")
-    with pytest.raises(ConfigError, match="shows it to the network"):
+    with pytest.raises(ConfigError, match="can expose to the network"):
         host_join.read_join_token(f"zip://*::ftp://{place}")
 
 
@@ -87,7 +87,7 @@ def test_missing_or_invalid_token_error_has_a_fix(file: Path) -> None:
     with pytest.raises(NotFound, match=r"mesh/join.token.*token create --host"):
         host_join.read_join_token(None)
     file.write_text("something else")
-    with pytest.raises(ConfigError, match="is no token") as error:
+    with pytest.raises(ConfigError, match="is not a token") as error:
         host_join.read_join_token(f"file://{file}")
     assert "something else" not in str(error.value)
 
@@ -95,7 +95,7 @@ def test_missing_or_invalid_token_error_has_a_fix(file: Path) -> None:
 def test_head_cannot_join_a_mesh(tmp_path: Path, file: Path) -> None:
     (tmp_path / "mesh").mkdir()
     (tmp_path / "mesh/settings.json").write_text("{}")
-    with pytest.raises(Exception, match="is the head of a mesh"):
+    with pytest.raises(Exception, match="belongs to the head of another mesh"):
         join_mesh(str(file), tmp_path, HostOffer(), foreground=False)
 
 
@@ -218,8 +218,14 @@ def test_options_known_to_the_head_are_kept_and_reported() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--workers", "4"], "gpu1-aa stays what it joined as: --workers 2. For something else"),
-        (["--no-workers"], "gpu1-aa stays what it joined as: --workers 2. For something else"),
+        (
+            ["--workers", "4"],
+            "gpu1-aa keeps the options of its first join: --workers 2. To change them",
+        ),
+        (
+            ["--no-workers"],
+            "gpu1-aa keeps the options of its first join: --workers 2. To change them",
+        ),
         (["--workers", "2", "--market", "lent"], ""),
         ([], ""),
     ],

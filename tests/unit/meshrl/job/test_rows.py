@@ -164,7 +164,7 @@ def test_message_prompts_need_a_chat_format(tmp_path: Path) -> None:
     for bad, says in (
         ([], "line 1: 'prompt' is not a conversation: the list of messages is empty"),
         ([message, {"role": "user"}], "line 1: .*: message 2 .user. has no content"),
-        ([{"role": "nobody", "content": ""}], "message 1 has the role 'nobody'"),
+        ([{"role": "nobody", "content": ""}], "message 1 has the unknown role 'nobody'"),
         ({"role": "user"}, "no string, or list of messages, 'prompt', but {'role'"),
     ):
         path = jsonl(tmp_path / "rows.jsonl", [{"prompt": bad}])
@@ -389,7 +389,7 @@ SYSTEM_ROW = '{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "
 @pytest.mark.parametrize(
     ("name", "overrides", "says"),
     [
-        ("gemma", ['environment.tools={add="tools:add"}'], "tells the model of no tools"),
+        ("gemma", ['environment.tools={add="tools:add"}'], "does not render tools"),
         ("gemma", [], r"train\.jsonl, line 1: .*System role not supported"),
     ],
 )

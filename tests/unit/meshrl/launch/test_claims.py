@@ -116,7 +116,7 @@ def test_force_deletes_only_run_directories(working_directory: Path, content: st
     if content is not None:
         (working_directory / "mine/job.json").write_text(content)
     before = list_all(working_directory)
-    with pytest.raises(Refused, match=r"mine is no run"):
+    with pytest.raises(Refused, match=r"mine is not a run"):
         replace_mine()
     assert list_all(working_directory) == before
 
@@ -125,7 +125,7 @@ def test_force_rejects_a_run_with_a_live_mesh(working_directory: Path) -> None:
     place = MeshPaths(make_run(working_directory / "mine"))
     with place.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(Refused, match="goes on"):
+        with pytest.raises(Refused, match="is running"):
             replace_mine()
     assert (working_directory / "mine/weights").read_text() == "precious"
     replace_mine()
@@ -155,7 +155,7 @@ def test_force_rejects_a_submitted_run_whose_mesh_does_not_answer(working_direct
     make_run(working_directory / "mine", mesh=str(mesh.root))
     with mesh.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(Refused, match="cannot be seen"):
+        with pytest.raises(Refused, match=r"state of the run in .* is unknown"):
             replace_mine()
     assert (working_directory / "mine/weights").read_text() == "precious"
 
@@ -183,14 +183,14 @@ def test_force_never_deletes_the_working_or_home_directory(
 
 def test_impossible_directory_is_a_one_line_error(working_directory: Path) -> None:
     (working_directory / "file").write_text("")
-    with pytest.raises(Refused, match=r"file/run cannot be written: .*Not a directory") as caught:
+    with pytest.raises(Refused, match=r"file/run is not writable: .*Not a directory") as caught:
         replace_mine(JobConfig(out="file/run"))
     assert "\n" not in str(caught.value)
     assert list_all(working_directory) == ["file"]
 
 
 def test_full_disk_error_names_the_directory(working_directory: Path) -> None:
-    full = pytest.raises(StorageFull, match=r"mine cannot be written: .*No space left")
+    full = pytest.raises(StorageFull, match=r"mine is not writable: .*No space left")
     with full, translate_write_errors(working_directory / "mine"):
         Path("/dev/full").write_bytes(b"x" * 100_000)
 
@@ -218,7 +218,7 @@ def test_open_mesh_directory_is_made_private(tmp_path: Path) -> None:
 
 def test_world_writable_parent_is_rejected(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(Refused, match="anybody may replace mesh") as caught:
+    with pytest.raises(Refused, match="every user can replace mesh") as caught:
         create_private_directory(tmp_path / "mesh")
     assert "chmod o-w" in caught.value.fix
     tmp_path.chmod(0o1777)  # as /tmp: only the owner of a name can move it

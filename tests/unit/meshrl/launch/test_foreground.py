@@ -85,7 +85,7 @@ def test_error_is_printed_and_sets_the_exit_status(
         return EXIT_OK
 
     assert run_foreground(acquire_lock) == EXIT_RETRY
-    assert "error: a mesh runs in" in capsys.readouterr().err
+    assert "error: a mesh already runs in" in capsys.readouterr().err
     first.release()
     assert run_foreground(acquire_lock) == EXIT_OK
     second.release()

@@ -166,7 +166,7 @@ async def test_fork_server_that_does_not_start_is_replaced_by_normal_starts(
     await mine.start()
     await mine.wait_until_listening()
     output = capsys.readouterr().err
-    assert "no nursery" in output and "nursery.log" in output
+    assert "no fork server" in output and "nursery.log" in output
     assert "ModuleNotFoundError" in (tmp_path / "mesh/logs/nursery.log").read_text()
     await mine.stop(5.0)
 

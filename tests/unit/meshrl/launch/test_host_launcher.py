@@ -81,7 +81,7 @@ async def test_redis_that_lost_the_host_does_not_expel_it(
         while clock.passed_s < LONG_S and not watching.done():
             await asyncio.sleep(0)
     assert not watching.done() and not hosting.failed.is_set() and not hosting.is_expelled
-    assert capsys.readouterr().out.count("Redis does not let gpu1-aa in") == 1
+    assert capsys.readouterr().out.count("Redis rejects gpu1-aa") == 1
     watching.cancel()
 
 
@@ -91,7 +91,9 @@ async def test_start_rejected_by_redis_exits_as_retry(tmp_path: Path) -> None:
         hosting = make_host_launcher(tmp_path, server.url)
         hosting.clock = FastClock(times=20.0)
         async with asyncio.timeout(scaled(WITHIN_S)):
-            with pytest.raises(StateUnavailable, match="cannot be reached") as caught:
+            with pytest.raises(
+                StateUnavailable, match="the head of the mesh is unreachable"
+            ) as caught:
                 await hosting._connect_to_redis()
     assert choose_exit_status(caught.value) == EXIT_RETRY
 
@@ -198,7 +200,7 @@ def test_missing_settings_have_defaults(file: Path) -> None:
         ("[pool]\nturns = 1", "line 2: pool.time_slicing must be true or false, not 1"),
         ("[pool]\nmove_s = 0", "line 2: pool.move_timeout_s = 0 must be above 0"),
         ("[zebra]\nx = 1", "unknown key zebra.x. docs/operate/mesh.md lists"),
-        ("[pool]\nturns = yes", "line 2, column 9: Invalid value: turns = yes. Text takes quotes"),
+        ("[pool]\nturns = yes", "line 2, column 9: Invalid value: turns = yes. Put text in quotes"),
     ],
 )
 def test_mistakes_in_the_mesh_file_name_their_line(file: Path, written: str, says: str) -> None:
@@ -209,7 +211,7 @@ def test_mistakes_in_the_mesh_file_name_their_line(file: Path, written: str, say
 
 
 def test_missing_mesh_file_is_named(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the file of the mesh .*: No such"):
+    with pytest.raises(ConfigError, match=r"cannot read the mesh file .*: No such"):
         read_mesh_file(file)
 
 
@@ -220,7 +222,7 @@ def test_restarted_mesh_keeps_its_pool_settings(tmp_path: Path) -> None:
     write_json(place.directory / POOL_FILE, asdict(told))
     assert read_pool_settings(place) == told
     (place.directory / POOL_FILE).write_text('{"keep_days": 2')
-    with pytest.raises(ConfigError, match="damaged"):
+    with pytest.raises(ConfigError, match="is corrupt"):
         read_pool_settings(place)
 
 
@@ -259,8 +261,8 @@ def test_host_offers_workers_and_all_services_by_default() -> None:
     [
         ((0, "cpu", True, "none", 3), "neither workers nor services"),
         ((0, "cpu", False, "none", 0), "neither workers nor services"),
-        ((0, "cuda", True, None, 3), "has no device"),
-        ((4, "cpu", True, None, 3), "--no-workers with --workers 4"),
+        ((0, "cuda", True, None, 3), "--no-workers and --device cuda"),
+        ((4, "cpu", True, None, 3), "--no-workers and --workers 4"),
         ((1, "cpu", False, "shards,engines", 3), "'engines' is not a service"),
         ((1, "cpu", False, "", 3), "'' is not a service"),
     ],

@@ -122,7 +122,7 @@ async def test_silent_redis_is_named_and_restarted_with_its_data(mesh: Launcher)
     await events.append(mesh.state, "note", {"text": "kept"})
     os.kill(redis, signal.SIGSTOP)
     (stall,) = (await asyncio.to_thread(diagnose_run_stalls, mesh.mesh_paths))[0]
-    assert (stall.waiter, stall.culprit) == ("everyone", "redis")
+    assert (stall.waiter, stall.culprit) == ("all processes", "redis")
     await until(lambda: await_redis_restart(mesh, redis))
     assert "note" in {e.kind for e in await events.read_all(mesh.state)}
     await until(lambda: await_all(mesh, set(before)))
@@ -148,7 +148,7 @@ async def test_redis_that_loses_state_during_a_start_is_reset(
     async def begin() -> None:
         bench = Bench(mesh.state, None)
         await bench.training_job()
-        await mesh.state.run_command("HSET", f"{{{JOB}}}:given", "run_dir", str(run_dir))
+        await mesh.state.run_command("HSET", f"{{{JOB}}}:submission", "run_dir", str(run_dir))
         await until(lambda: equals(read_noted_version(), 0))
         await mesh.state.run_command("HSET", f"{{{JOB}}}:job", "version", -1)
         # the loss is noticed before any service runs
@@ -221,8 +221,8 @@ class BusyRedis(StateClient):
     progress: RedisProgress | None = None
 
     async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
-        """Answer a script; append an event before `job_marks`, the last script of a poll."""
-        if script == "job_marks" and self.progress is not None:
+        """Answer a script; append an event before `job_watermarks`, the last script of a poll."""
+        if script == "job_watermarks" and self.progress is not None:
             await events.append(self, "note", {})
             self.progress.watermark = StateWatermark(await events.read_last_id(self))
         return await super().run_script(script, keys, *args)

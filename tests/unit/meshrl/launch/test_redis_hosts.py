@@ -162,7 +162,7 @@ async def test_taken_port_is_reported_and_the_next_is_used(
         assert host.other is not None
         with host.other:
             taken = host.other.getsockname()[1]
-            assert f"another process has taken 127.0.0.1:{taken}" in capfd.readouterr().err
+            assert f"another process uses 127.0.0.1:{taken}" in capfd.readouterr().err
             assert urlsplit(mesh.redis.addresses.remote_url).port != taken
             await mesh.redis.admit_host(mesh.make_admitted_host(GUEST))
             async with open_client(mesh.settings(GUEST), "worker") as worker:
@@ -355,7 +355,7 @@ async def test_server_without_tls_is_rejected_off_loopback(
     )  # only the server from the wheel remains, which has no TLS
     mesh.listen = "0.0.0.0:*"
     mesh.advertise = "203.0.113.7"
-    with pytest.raises(ConfigError, match="no Redis server on this host can do TLS"):
+    with pytest.raises(ConfigError, match="no Redis server on this host supports TLS"):
         async with mesh.up():
             pass
     mesh.listen, mesh.advertise = "127.0.0.1:*", ""

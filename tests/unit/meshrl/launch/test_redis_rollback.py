@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.errors import Fenced, StateUnavailable
+from meshrl.common.base.errors import ConfigError, Fenced, StateUnavailable
 from meshrl.common.base.files import corruption
 from meshrl.common.base.files.documents import temporary_path
 from meshrl.common.mesh.process.host import SystemHost
@@ -24,6 +24,7 @@ from meshrl.common.state import events, jobs, steps
 from meshrl.common.state.redis import embedded_server
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.server_state import rollback
+from meshrl.common.state.server_state.state_format import FORMAT_KEY
 from meshrl.directory.directory_paths import MeshPaths, write_json
 from meshrl.launch.head.job_restore import restore_all_jobs
 from meshrl.launch.redis import redis_note as notes
@@ -221,6 +222,18 @@ async def test_rolled_back_state_is_quarantined_at_the_next_start(mesh: Mesh, wh
             )
 
 
+async def test_state_of_another_version_is_rejected_and_stays_in_place(mesh: Mesh) -> None:
+    async with mesh.up() as bench:
+        await bench.state.run_command("DEL", FORMAT_KEY)
+    before = mesh.file.stat().st_size
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="another version of MeshRL"):
+            async with mesh.up():
+                pass
+    assert mesh.file.stat().st_size >= before
+    assert not (mesh.place.root / corruption.QUARANTINE_DIRECTORY).exists()
+
+
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("what", DAMAGE)
 async def test_rolled_back_state_serves_no_request_during_a_run(mesh: Mesh, what: str) -> None:
@@ -358,7 +371,7 @@ async def test_file_truncated_after_the_servers_exit_is_detected(mesh: Mesh) -> 
         mesh.kill()
         os.truncate(mesh.file, before)
         await mesh.await_server(bench)
-        assert "bytes, and had" in mesh.why
+        assert "bytes, fewer than the recorded" in mesh.why
 
 
 async def test_failed_watch_task_ends_the_mesh_with_its_name(mesh: Mesh) -> None:
@@ -382,8 +395,8 @@ async def test_start_waits_for_disk_space(mesh: Mesh, capsys: pytest.CaptureFixt
 
     async def room() -> str:
         said = ""
-        for what, free in (("set aside", quarantine.unlink), ("noted", fresh.rmdir)):
-            while f"cannot be {what}" not in said:
+        for what, free in (("quarantining", quarantine.unlink), ("recording", fresh.rmdir)):
+            while f"{what} the" not in said:
                 await asyncio.sleep(0.02)
                 said += capsys.readouterr().err
             free()
@@ -392,7 +405,7 @@ async def test_start_waits_for_disk_space(mesh: Mesh, capsys: pytest.CaptureFixt
     making = asyncio.create_task(room())
     async with mesh.up() as bench:
         assert mesh.redis.rollback_reason and await jobs.read_jobs(bench.state) == []
-    assert "Make room on its disk" in await making
+    assert "Free disk space there" in await making
 
 
 async def test_run_records_reveal_a_rollback_of_state_and_note(

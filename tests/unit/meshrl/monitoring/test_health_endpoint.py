@@ -119,12 +119,12 @@ async def serve_root(
 
 async def test_readiness_page_gives_the_reason(tmp_path: Path) -> None:
     async with serve_root(tmp_path) as host:
-        assert await host.get("/readyz") == (503, "it is starting\n")
+        assert await host.get("/readyz") == (503, "the host is starting\n")
         assert await host.get("/livez") == (200, "ok\n")
         host.root.is_ready = True
-        await host.until("/readyz", "nobody has asked Redis yet")
+        await host.until("/readyz", "Redis has not been polled yet")
         redis = host.root.connect()
-        await host.until("/readyz", "node/here renews no lease")
+        await host.until("/readyz", "node/here does not renew its lease")
         await host.root.register("node/here")
         await host.until("/readyz", "ok\n")
         host.root.unready_reason = "weights is down"
@@ -137,9 +137,9 @@ async def test_readiness_page_gives_the_reason(tmp_path: Path) -> None:
         await host.until("/readyz", "ok\n")
         assert host.root.connection is not None
         await pool.set_drain_reason(host.root.connection[0], "here", "asked by hand")
-        await host.until("/readyz", "it is draining: asked by hand")
+        await host.until("/readyz", "the host is draining: asked by hand")
         host.stop.set()
-        assert await host.get("/readyz") == (503, "it is ending\n")
+        assert await host.get("/readyz") == (503, "the host is stopping\n")
         assert (await host.get("/livez"))[0] == 200
 
 
@@ -223,13 +223,13 @@ async def test_unreadable_row_is_reported_once_and_read_again(
 
     await until("")
     bad = True
-    await until("what Redis holds cannot be read: KeyError('phase')")
+    await until("the data in Redis is unreadable: KeyError('phase')")
     assert capfd.readouterr().err.count("KeyError: 'phase'") == 1
     bad = False
     await until("")
     looking.cancel()  # whatever its outcome
     clock.ahead_s = MAX_AGE_S + 1.0
-    assert standing.explain_not_ready().startswith("nobody has asked Redis for 3")
+    assert standing.explain_not_ready().startswith("Redis has not been polled for 3")
     ticking.cancel()
     await asyncio.gather(ticking, looking, return_exceptions=True)
 
@@ -359,7 +359,10 @@ def test_job_gauges_have_steps_phases_and_trajectories() -> None:
 
 
 def test_blocked_job_has_a_held_gauge_and_no_step_age() -> None:
-    rows = [job("w", held="waiting: 2 workers of 4"), job("p", held="paused: by hand")]
+    rows = [
+        job("w", block_reason="waiting: 2 workers of 4"),
+        job("p", block_reason="paused: by hand"),
+    ]
     found = figures(jobs=rows)
     assert found["job_held w waiting"] == found["job_held p paused"] == 1
     assert not [name for name in found if name.startswith("job_step_age")]
@@ -367,7 +370,7 @@ def test_blocked_job_has_a_held_gauge_and_no_step_age() -> None:
 
 def test_step_age_restarts_when_a_job_starts_or_resumes() -> None:
     steps = {"on": [{"committed_ms": 1_000}]}
-    rows = [job("on", held_ms=990_000), job("new", steps_done=0, since_ms=970_000)]
+    rows = [job("on", blocked_since_ms=990_000), job("new", steps_done=0, created_ms=970_000)]
     found = figures(jobs=rows, steps=steps)
     assert found["job_step_age_seconds on"] == 10 and found["job_step_age_seconds new"] == 30
 

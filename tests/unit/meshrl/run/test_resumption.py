@@ -110,7 +110,7 @@ def test_changed_bundle_file_is_named(run: CheckpointedRun, name: str) -> None:
     flipped = bytearray(content)
     flipped[-1] ^= 4
     (run.bundle / name).write_bytes(flipped)
-    assert f"{run.bundle / name} is not what was packed" in check_and_fail(run)
+    assert f"{run.bundle / name} is corrupt: its digest differs" in check_and_fail(run)
     (run.bundle / name).unlink()
     assert f"{run.bundle / name} is missing" in check_and_fail(run)
 
@@ -169,7 +169,7 @@ def test_json_object_is_a_row_and_other_text_a_prompt() -> None:
 
 
 def test_directory_without_a_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="there is no run in"):
+    with pytest.raises(NotFound, match="is neither a run directory nor a job"):
         sample_model(tmp_path / "nothing", "x", ModelChoice())
 
 

@@ -188,7 +188,7 @@ def test_finished_run_names_the_setting_that_extends_it(run: Path) -> None:
         ("seed=3", "seed may not change in a run: random draws"),
         ("rollout.temperature=0.5", "trajectories in flight"),
         ("dataset.prompt=question", "copies of its original files"),
-        ("optimizer.muon_lr=0.0", "neither from 0 nor to it"),
+        ("optimizer.muon_lr=0.0", "a change from 0 or to 0 is impossible"),
         ("budget.steps=2", "3 steps are done"),
         ("budget.stepz=2", r"unknown key budget\.stepz"),
         ("optimizer.adamw_lr=-1", "at least 0"),
@@ -209,7 +209,7 @@ def test_live_run_is_named(run: Path) -> None:
     try:
         with place.lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            with pytest.raises(Refused, match=f"the run in {run} goes on"):
+            with pytest.raises(Refused, match=f"the run in {run} is running"):
                 resume_run(run, [])
     finally:
         place.lock.unlink()
@@ -256,7 +256,7 @@ def test_force_replaces_a_terminal_run_of_a_live_mesh(
 ) -> None:
     config = JobConfig(name="tiny", out=str(submitted_mesh.run))
     with (
-        pytest.raises(Refused, match=r"goes on, on the mesh .*meshrl cancel"),
+        pytest.raises(Refused, match=r"is running on the mesh .*meshrl cancel"),
         claim_run_directory(config, True),
     ):
         pass

@@ -308,7 +308,7 @@ def test_commands_accept_a_run_or_a_mesh_directory(held_mesh: HeldMesh) -> None:
             assert found.stdout == "two\n", found.output
     document = json.loads(meshrl("status", "--mesh", str(held_mesh.root), "--json").stdout)
     assert [job["id"] for job in document["jobs"]] == ["tiny"]
-    assert "Give one of them" in str(
+    assert "Pass only one of them" in str(
         meshrl("status", str(held_mesh.run), "--mesh", str(held_mesh.root)).exception
     )
 

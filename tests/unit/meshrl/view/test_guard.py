@@ -137,7 +137,7 @@ async def test_page_error_is_reported_once_and_the_page_is_retried(
     def is_reported() -> bool:
         nonlocal said
         said += capsys.readouterr().out
-        return "report cannot be written" in said
+        return "report could not be written" in said
 
     await followed_run.until(is_reported)
     for _ in range(3):
@@ -149,7 +149,7 @@ async def test_page_error_is_reported_once_and_the_page_is_retried(
     await followed_run.until(followed_run.page.is_file)
     await followed_run.end()
     is_reported()
-    assert said.count("report cannot be written") == 2, said
+    assert said.count("report could not be written") == 2, said
 
 
 async def test_hanging_page_blocks_nothing_and_is_not_written_later(

@@ -248,8 +248,8 @@ def test_prediction_names_the_bottleneck_and_why_no_move_pays() -> None:
     news = JobPrediction(0.81, 0.81, 0.6, 0.0, "latency", "no split is 5 % faster", 0.124)
     assert move_outcomes.describe_prediction(news) == [
         "a step is predicted to take 0.81 s: rollout 0.81 s, training 0.6 s",
-        "what binds is latency",
-        "predictions of moves were off by 12 % (median)",
+        "the bottleneck is latency",
+        "the error of predicted moves is 12 % (median)",
         "no split is 5 % faster",
     ]
     assert move_outcomes.describe_prediction(JobPrediction()) == []

@@ -320,7 +320,7 @@ def test_report_lists_each_decision_with_rule_and_figures() -> None:
         "paused: job big has priority 1: preempt (idle 1, needed 2)",
     ]
     page = render_page(summary(), ROWS, EVALUATIONS, EVENTS, JobConfig(name="tiny").to_document())
-    assert "What the planner decided" in page and "entitled 2.5" in page
+    assert "Decisions of the planner" in page and "entitled 2.5" in page
     assert "90 accelerator-seconds, 0:01 waiting" in page
 
 
@@ -395,7 +395,7 @@ def test_report_of_a_finished_run_is_redrawn(
 
 def test_page_of_a_running_job_is_not_redrawn(tmp_path: Path) -> None:
     write_run(tmp_path, over=False)
-    with pytest.raises(NotFound, match=r"is not over.*summary\.json"):
+    with pytest.raises(NotFound, match=r"has not ended.*summary\.json"):
         redraw.redraw_report(tmp_path, None)
     assert not (tmp_path / "report.html").exists()
 

@@ -142,7 +142,7 @@ def test_overdue_process_without_waiters_is_listed_last() -> None:
     stalls = diagnose(entries, NOTHING, NOW)
     assert pairs(stalls) == {("rollout/0", "engine/g1"), ("", "planner/1")}
     assert stalls[-1].culprit == "planner/1"
-    assert "overdue, nobody waits" in stalls[-1].reason
+    assert "overdue, but no process waits for it" in stalls[-1].reason
 
 
 def test_stopped_environment_process_is_named_with_and_without_waiters() -> None:
@@ -151,7 +151,7 @@ def test_stopped_environment_process_is_named_with_and_without_waiters() -> None
     shard.stats = {"environments": {name: 7}, "environments_stopped": {name: NOW - 800}}
     (stall,) = diagnose([shard], NOTHING, NOW)
     assert (stall.waiter, stall.culprit, stall.job, stall.since_s) == ("", name, "job", 0.8)
-    assert stall.reason.endswith("stopped by a signal for 0.8 s; nobody waits")
+    assert stall.reason.endswith("stopped by a signal for 0.8 s; no process waits for it")
     shard.waits = entry("rollout/job/0", (name, 0.5)).waits
     (stall,) = diagnose([entry("trainer/job", ("rollout/job/0", 0.4)), shard], NOTHING, NOW)[:1]
     assert (stall.waiter, stall.culprit) == ("rollout/job/0", name)
@@ -205,7 +205,7 @@ def test_released_process_is_a_stall_only_with_a_waiter() -> None:
     released = entry("engine/g1", renewed_s=20.0, left=True)
     assert diagnose([released], NOTHING, NOW) == []
     (stall,) = diagnose([released, entry("rollout/0", ("engine/g1", 3.0))], NOTHING, NOW)
-    assert "ended" in stall.reason
+    assert "exited" in stall.reason
 
 
 def test_long_wait_for_a_live_process_is_followed_to_its_end() -> None:
@@ -216,36 +216,36 @@ def test_long_wait_for_a_live_process_is_followed_to_its_end() -> None:
     ]
     stalls = diagnose(entries, NOTHING, NOW)
     assert pairs(stalls) == {("trainer/job", "sandbox/0"), ("rollout/0", "sandbox/0")}
-    assert all("renews but does not answer" in stall.reason for stall in stalls)
+    assert all("renews its lease but does not answer" in stall.reason for stall in stalls)
 
 
 def test_long_wait_for_another_resource_names_it() -> None:
     (stall,) = diagnose([entry("rollout/0", ("environment:0", 12.0))], NOTHING, NOW)
     assert stall.culprit == "environment:0"
-    assert "has not come" in stall.reason
+    assert "has not started" in stall.reason
 
 
-def test_cycle_of_waits_is_reported_as_a_circle() -> None:
+def test_cycle_of_waits_is_reported_as_a_deadlock() -> None:
     entries = [entry("a", ("b", 12.0)), entry("b", ("c", 12.0)), entry("c", ("b", 12.0))]
     stalls = diagnose(entries, NOTHING, NOW)
-    assert all("circle" in stall.reason for stall in stalls)
+    assert all("deadlock" in stall.reason for stall in stalls)
 
 
 def test_unreconciled_instance_is_a_stall_of_the_planner() -> None:
     (stall,) = diagnose([], pool(make_instance(age_s=45)), NOW)
     assert (stall.waiter, stall.culprit, stall.job) == ("planner", "worker/w1", "job")
-    assert stall.what == "rollout of job to be at accelerator on w1"
+    assert stall.what == "to bring the rollout instance of job to accelerator on w1"
     assert "g1.0 is starting at accelerator" in stall.reason
     assert diagnose([], pool(make_instance(age_s=10)), NOW) == []
     (silent,) = diagnose([], pool(make_instance(doing=None, age_s=45)), NOW)
-    assert "it has said nothing of g1.0 yet" in silent.reason
+    assert "it has not reported g1.0 yet" in silent.reason
 
 
 def test_instance_that_does_not_sleep_is_a_stall_alone() -> None:
     awake = make_instance("g1.1", "other", InstancePhase.READY, age_s=500)
     sleepy = make_instance("g1.0", "job", InstancePhase.MOVING, age_s=45, tier=Tier.MEMORY)
     (stall,) = diagnose([], pool(awake, sleepy), NOW)
-    assert stall.what == "rollout of job to be at memory on w1"
+    assert stall.what == "to bring the rollout instance of job to memory on w1"
     assert (stall.culprit, stall.job) == ("worker/w1", "job")
 
 
@@ -271,7 +271,7 @@ def test_instance_on_a_dead_worker_names_the_lost_lease() -> None:
 
 def test_silent_redis_blocks_everyone() -> None:
     (stall,) = make_redis_stall(3.0)
-    assert (stall.waiter, stall.culprit) == ("everyone", "redis")
+    assert (stall.waiter, stall.culprit) == ("all processes", "redis")
 
 
 def make_exit(name: str, times: int, text: str = "odd", age_s: float = 2.0) -> LastExit:
@@ -283,7 +283,7 @@ def make_exit(name: str, times: int, text: str = "odd", age_s: float = 2.0) -> L
 def test_repeatedly_failing_process_is_a_stall() -> None:
     (stall,) = diagnose([entry("rollout/0")], NOTHING, NOW, [make_exit("rollout/0", 3)])
     assert (stall.waiter, stall.culprit) == ("", "rollout/0")
-    assert "has ended 3 times, the last time by ValueError: odd (at calc.py:3)" in stall.reason
+    assert "has exited 3 times, the last time with ValueError: odd (at calc.py:3)" in stall.reason
     assert diagnose([entry("rollout/0")], NOTHING, NOW, [make_exit("rollout/0", 1)]) == [], (
         "it is back"
     )
@@ -316,7 +316,7 @@ def test_sleeping_reward_is_named_instead_of_its_sandbox() -> None:
     ]
     stalls = diagnose(entries, NOTHING, NOW)
     assert pairs(stalls) == {("rollout/0", reward), ("sandbox/0", reward)}
-    assert all("it has not ended yet" in stall.reason for stall in stalls)
+    assert all("it has not finished yet" in stall.reason for stall in stalls)
 
 
 def make_job(quiet_s: float, slowest_s: float = 0.0, phase: Phase = Phase.TRAINING) -> JobRow:
@@ -403,7 +403,7 @@ def test_wait_for_a_time_slice_names_the_holder() -> None:
     )
     (stall,) = diagnose([scheduler, waiter, entry("engine/g1.1")], turns, NOW)
     assert (stall.waiter, stall.culprit, stall.job) == ("engine/g1.0", "engine/g1.1", "job")
-    assert "engine/g1.1 has the turn and has not given it back" in stall.reason
+    assert "engine/g1.1 holds the time slice and has not released it" in stall.reason
     (stopped,) = diagnose([scheduler, waiter, entry("engine/g1.1", renewed_s=5.0)], turns, NOW)
     assert "engine/g1.1 has not renewed its lease" in stopped.reason
     short = [wait | {"since_ms": NOW - 20_000}]
@@ -464,9 +464,9 @@ def test_activity_shows_loop_lag_and_longest_wait() -> None:
         "engine/g1",
     ]
     assert describe_activity(engine, NOW) == (
-        "engine/g1 (7): ready, its event loop is 4.2 s late, running 3, waits for nobody"
+        "engine/g1 (7): ready, its event loop is 4.2 s late, running 3, waits for no process"
     )
-    assert "waits for weights (ask) since 40 s" in describe_activity(trainer, NOW)
+    assert "waits for weights (ask) for 40 s" in describe_activity(trainer, NOW)
 
 
 def test_wait_for_disk_space_leads_to_the_full_disk() -> None:
@@ -481,4 +481,4 @@ def test_blocked_event_loop_is_the_cause_despite_renewals() -> None:
     entries = [entry("trainer/job", ("rollout/0", 6.0)), entry("rollout/0", ("engine/g1", 5.0))]
     stalls = diagnose([*entries, still], NOTHING, NOW)
     assert {stall.culprit for stall in stalls} == {"engine/g1"}
-    assert all("its event loop has stood still for 5.0 s" in stall.reason for stall in stalls)
+    assert all("its event loop has been blocked for 5.0 s" in stall.reason for stall in stalls)

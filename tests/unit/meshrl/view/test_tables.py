@@ -114,7 +114,7 @@ def test_workers_table_has_all_instances_of_each_worker() -> None:
     cells = render_cells(mesh_tables.make_workers_table(replace(MESH, entries=[engine])))
     on = "accelerator"
     assert cells[1:] == [
-        ["w0", "cpu:0", "g0", "g0.0", "a", "training", on, "ready", "core, by turns"],
+        ["w0", "cpu:0", "g0", "g0.0", "a", "training", on, "ready", "core, time-sliced"],
         [
             "w0",
             "cpu:0",
@@ -124,7 +124,7 @@ def test_workers_table_has_all_instances_of_each_worker() -> None:
             "rollout",
             on,
             "ready",
-            "31 running, version 9, by turns",
+            "31 running, version 9, time-sliced",
         ],
         [
             "w1",
@@ -135,7 +135,7 @@ def test_workers_table_has_all_instances_of_each_worker() -> None:
             "rollout",
             "disk",
             "ready",
-            "asleep, placed by hand",
+            "asleep, placed manually",
         ],
         ["w2", "cpu:2", "idle", "idle"],
         ["w3", "cpu:3", "idle", "lost"],
@@ -169,7 +169,7 @@ def test_names_are_never_cut_and_piped_output_has_no_width() -> None:
 def test_last_exits_are_listed_below() -> None:
     end = LastExit("rollout/a/0", "a", 1, "exit status 1", 98_000, 3, final=False)
     assert mesh_tables.format_exits(MeshSnapshot(last_exits=[end], now_ms=100_000)) == [
-        "rollout/a/0 ended 2 s ago, 3 times in all: exit status 1"
+        "rollout/a/0 exited 2 s ago, 3 times in total: exit status 1"
     ]
 
 
@@ -225,7 +225,7 @@ def test_rate_covers_recent_seconds_of_one_process() -> None:
 def test_job_without_progress_is_marked_and_a_blocked_one_is_not() -> None:
     still = tuple(replace(row, progress_ms=1) for row in ROWS)
     a, b = make_frames(*still)[1].jobs
-    assert "no group, step or evaluation has come" in a.no_progress_reason
+    assert "no group, step or evaluation has completed" in a.no_progress_reason
     assert b.no_progress_reason == ""
 
 

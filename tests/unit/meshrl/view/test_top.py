@@ -154,8 +154,8 @@ def test_screen_shows_the_frame_and_why_it_is_outdated() -> None:
         f"b is {WAITS}",
         "a: no split is better",
         "h0: 1.3 of 2 cores busy",
-        "g4 moves from training to rollout (stage_time) since 4 s, undone in 26 s if it is not "
-        "complete, predicted 0.81 s a step",
+        "g4 moves from training to rollout (stage_time): 4 s so far, undone in 26 s if "
+        "incomplete, predicted 0.81 s a step",
         "g0 w0 a g0.1 rollout accelerator ready 2 31 running, version 9",
         "idle: w2",
         "lost: w3",
@@ -167,7 +167,7 @@ def test_screen_shows_the_frame_and_why_it_is_outdated() -> None:
 
 
 def test_mesh_without_jobs_is_shown_as_such() -> None:
-    assert render_lines(MeshFrame("/mesh")) == ["no job goes on"]
+    assert render_lines(MeshFrame("/mesh")) == ["no job is running"]
 
 
 @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.FINISHED])
@@ -179,13 +179,13 @@ def test_finished_job_has_no_rate_and_no_prediction(phase: Phase) -> None:
 
 def test_frame_converts_to_json() -> None:
     document = json.loads(json.dumps(asdict(make_frame())))
-    assert document["jobs"][0]["now"]["step_s"] == 0.8
-    assert document["judged"][0]["paid"] is True
+    assert document["jobs"][0]["prediction"]["step_s"] == 0.8
+    assert document["move_outcomes"][0]["paid"] is True
 
 
 __all__ = ["held_mesh"]
 
-NOW = {"step_s": 0.8, "rollout_s": 0.8, "binds": "latency", "verdict": "no split is better"}
+NOW = {"step_s": 0.8, "rollout_s": 0.8, "bottleneck": "latency", "verdict": "no split is better"}
 
 
 def meshrl(*words: str) -> str:
@@ -217,7 +217,9 @@ def test_top_prints_one_frame_without_a_terminal_and_one_json_document(
         output = " ".join(meshrl(*words, *once).split())
         assert f"{JOB} queued 0/8" in output and "did not pay, undone: it did not pay" in output
     found = json.loads(meshrl(*words, "--json"))
-    assert [(job["job"], job["now"]["binds"]) for job in found["jobs"]] == [(JOB, "latency")]
+    assert [(job["job"], job["prediction"]["bottleneck"]) for job in found["jobs"]] == [
+        (JOB, "latency")
+    ]
     assert [move["step"] for move in found["judged"]] == [8]
     assert json.loads(meshrl("top", str(held_mesh.run), "--json"))["jobs"] == found["jobs"]
 
@@ -240,7 +242,7 @@ def test_status_why_shows_moves_with_regret_and_the_bottleneck(held_mesh: HeldMe
     output = " ".join(meshrl(*words, JOB).split())
     assert "8 g1 rollout -> training stage_time 0.9 s 0.9 s 0.7 s 1.1 s 0.2 s did not pay" in output
     assert output.endswith(
-        "Now: a step is predicted to take 0.8 s: rollout 0.8 s what binds is latency "
+        "Now: a step is predicted to take 0.8 s: rollout 0.8 s the bottleneck is latency "
         "no split is better"
     )
     found = json.loads(meshrl(*words, "g1", "--json"))

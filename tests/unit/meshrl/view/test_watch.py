@@ -241,13 +241,13 @@ def test_events_are_formatted_for_people() -> None:
         "g1 moved from rollout to training: rollout 0.80 s, training 1.30 s a step"
     )
     late = replace(MOVE, fields=MOVE.fields | {"undone": True})
-    assert format_event(late) == "g1 is rollout again: it did not become training in time"
+    assert format_event(late) == "g1 is rollout again: its move to training exceeded the time limit"
     paused = Event("2-0", 2, "admission", {"job": "tiny", "held": "paused: job big"})
     assert format_event(paused) == "the job is paused: job big"
     assert format_event(replace(paused, fields={"job": "tiny", "held": ""})) == "the job runs"
     killed = Event("2-0", 2, "process_ended", {"name": "weights", "why": "signal 9", "code": -9})
     asked = Event("3-0", 3, "process_ended", {"name": "weights", "why": "stopped", "code": 0})
-    assert "weights ended (signal 9)" in format_event(killed)
+    assert "weights exited (signal 9)" in format_event(killed)
     assert format_event(asked) == ""
 
 
@@ -259,7 +259,7 @@ def test_live_view_shows_every_part() -> None:
     for wanted in (
         "step 3/48",
         "1:05",
-        "about 1:30 to go",
+        "about 1:30 left",
         "reward",
         "0.250 (0.010 greedy)",
         "10: 0.600",
@@ -326,10 +326,10 @@ def test_process_exit_is_reported_with_error_and_count() -> None:
     again = format_event(
         make_exit("rollout/0", error={"type": "ValueError", "text": "odd"}, times=3)
     )
-    assert again == "rollout/0 ended by ValueError: odd; it starts again, 3 times so far"
+    assert again == "rollout/0 exited with ValueError: odd; it restarts, 3 times so far"
     final = format_event(make_exit("engine/g1", error=REFUSED, final=True))
     assert "ConfigError: slots of 320 tokens" in final and "(at rollout.max_tokens)" in final
-    assert final.endswith("it is not started again")
+    assert final.endswith("it will not restart")
     failed = Event("5-0", 5, "phase", {"job": "tiny", "phase": "failed", "error": "so"})
     assert format_event(failed) == "the job failed: so"
 
@@ -343,8 +343,8 @@ def test_output_without_a_terminal_reports_every_exit_once(
     lines.show(first, [row(1)])
     lines.show(build_snapshot(reading(11.0, 0, make_exit("engine/g1", times=2)), history), [row(1)])
     output = capsys.readouterr().out
-    assert output.count("[0:10] engine/g1 ended (exit status 1); it starts again\n") == 1
-    assert output.count("it starts again, 2 times so far") == 1
+    assert output.count("[0:10] engine/g1 exited (exit status 1); it restarts\n") == 1
+    assert output.count("it restarts, 2 times so far") == 1
 
 
 def test_repeated_exits_are_reported_with_decreasing_frequency(
@@ -354,7 +354,7 @@ def test_repeated_exits_are_reported_with_decreasing_frequency(
     for times in range(1, 101):
         look = reading(10.0, 0, make_exit("environment-rollout-0-0", times=times))
         lines.show(build_snapshot(look, history), [])
-    assert capsys.readouterr().out.count("environment-rollout-0-0 ended") == 3 + 5
+    assert capsys.readouterr().out.count("environment-rollout-0-0 exited") == 3 + 5
 
 
 WHERE = "digits.py:12 in reward()"
@@ -386,7 +386,7 @@ def test_first_failure_of_each_kind_is_reported_at_once_and_its_count_with_steps
     assert told.format_new(heard.kinds, False, 5.0)[0].startswith("reward timed out at ")
     heard.add(hung)
     assert told.format_new(heard.kinds, False, 6.0 + COUNT_INTERVAL_S) == [
-        f"failed so far: reward timed out 0, 2 calls given up ({WHERE})"
+        f"failed so far: reward timed out 0, 2 calls abandoned ({WHERE})"
     ], "also where no step comes"
 
 
@@ -439,7 +439,7 @@ NO_ROOM_THERE = Path("/proc")  # a file system that never has free space
 def test_full_disk_is_named_with_a_fix(tmp_path: Path) -> None:
     assert disk_full.find_full_disk([tmp_path, tmp_path / "gone"]) == ""
     text = disk_full.find_full_disk([tmp_path, NO_ROOM_THERE])
-    assert "disk of /proc is full" in text and "Make room" in text
+    assert "disk of /proc is full" in text and "Free disk space" in text
 
 
 def test_rows_are_appended_completely_or_not_at_all(tmp_path: Path) -> None:
@@ -489,5 +489,8 @@ def test_wait_for_disk_space_is_reported_at_start_and_end(
     for look in (full, full, well):
         lines.show(build_snapshot(look, history), [])
     output = capsys.readouterr().out
-    assert output.count("a disk is full: rollout/0 waits for room for the ledger. Make room") == 1
-    assert output.count("there is room on the disk again") == 1
+    assert (
+        output.count("a disk is full: rollout/0 waits for room for the ledger. Free disk space")
+        == 1
+    )
+    assert output.count("the disk has free space again") == 1

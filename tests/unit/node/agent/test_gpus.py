@@ -56,7 +56,7 @@ async def test_role_process_sees_its_workers_device_and_a_full_device_is_refused
     for words in (
         "engine/g0.0 needs 4536870912 bytes of GPU GPU-aaaa, which has 1000 free",
         f"process {os.getpid()} (",
-        f"has {79 * GIB} bytes",
+        f"uses {79 * GIB} bytes",
     ):
         assert words in refused.detail
     gpus.gpu(A, used=0)
@@ -77,7 +77,7 @@ async def test_engine_on_two_gpus_waits_until_the_second_has_free_memory(
     await mesh.place("g0.0", ranks=(0, 1))
     refused = await mesh.until("failed", "g0.0", lambda r: r.phase == InstancePhase.FAILED)
     assert "engine/g0.0/1 needs 2536870912 bytes of GPU GPU-bbbb" in refused.detail
-    waits = "w1 to keep accelerators for it are awaited"
+    waits = "waiting for w1 to reserve accelerators"
     await mesh.until("awaiting", "g0.0", lambda r: 0 in r.reports and r.reports[0].detail == waits)
     gpus.gpu(B, used=0)
     found = await mesh.until_settled("g0.0")
@@ -100,7 +100,7 @@ async def test_gpu_figures_are_published_and_faults_become_events(
     await mesh.form("w0")
     found = await await_gpu_figure(mesh, "used_bytes", 40 * GIB)
     assert found["utilization"] == 0.97 and found["lost"] == 0 and found["throttled"] == 1
-    assert gpu_status.format_gpu(found) == "40 of 80 GiB, 97%, 71 °C, 650 W, slowed by thermal"
+    assert gpu_status.format_gpu(found) == "40 of 80 GiB, 97%, 71 °C, 650 W, throttled by thermal"
     gpus.gpu(A, ecc=2)
     gpus.xid(A, 48)
     [event] = await mesh.await_events("gpu", 1)

@@ -85,5 +85,5 @@ async def test_hanging_driver_is_reported_once_and_called_one_call_at_a_time(
     assert host.call_count == 3
     [event] = events
     assert (event["kind"], event["what"], event["worker"]) == ("gpu", "lost", "w0")
-    assert event["why"] == "the driver does not answer for 30 s"
+    assert event["why"] == "the driver has not answered for 30 s"
     assert watch.stats()["gpu_lost"] == {"w0": 1}

@@ -177,13 +177,13 @@ async def test_unreachable_server_fails_the_trajectory_within_its_deadline() -> 
     server = Server(*(web.Response(status=429, headers={"Retry-After": "7200"}) for _ in range(9)))
     async with create_judge(server, retry_timeout_s=3600.0) as judge:
         began = time.monotonic()
-        with pytest.raises(JudgeFailed, match=r"no verdict in 3600 s; at last: status 429"):
+        with pytest.raises(JudgeFailed, match=r"no verdict within 3600 s; last error: status 429"):
             await judge.judge_trajectory(ROW, TURNS)
         assert time.monotonic() - began < scaled(5.0), "the server has said that it is too early"
     config = JudgeConfig(
         use="http://127.0.0.1:9", template=TEMPLATE, model="x", retry_timeout_s=0.5
     )
-    with pytest.raises(JudgeFailed, match="no verdict in"):
+    with pytest.raises(JudgeFailed, match="no verdict within"):
         unreachable_judge = ServerJudge(mesh(), config, "prompt")
         try:
             await unreachable_judge.judge_trajectory(ROW, TURNS)

@@ -211,7 +211,7 @@ def test_corrupt_line_is_lost_and_the_file_is_quarantined(tmp_path: Path) -> Non
     content[12] ^= 1  # a digit of the first line
     path.write_bytes(content)
     after = LengthHistory(SystemHost(), tmp_path / "ledger", limit=10, root=tmp_path)
-    assert after.latest == write_history(5)[1:] and after.corruption == "1 of 5 lines are damaged"
+    assert after.latest == write_history(5)[1:] and after.corruption == "1 of 5 lines are corrupt"
     assert after.quarantined_path == tmp_path / "quarantine" / "ledger" / FILE_NAME
     assert after.quarantined_path.read_bytes() == content
     after.close()

@@ -203,7 +203,7 @@ def test_trajectory_moves_only_if_mean_and_tail_agree() -> None:
     assert decide_bucket(estimate(20, 80), 0, PLAN).outcome == "already_in_target"
     moved = decide_bucket(estimate(300, 900), 0, PLAN)
     assert (moved.outcome, moved.bucket) == ("causal_signal_agree", 1)
-    assert "9 trajectories went on for 300 tokens on average" in moved.reason
+    assert "9 trajectories continued for 300 tokens on average" in moved.reason
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 2))

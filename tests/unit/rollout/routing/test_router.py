@@ -178,7 +178,7 @@ async def test_trajectory_without_an_engine_fails_by_type(bench: Bench) -> None:
     await bench.generate(0)
     bench.engine.draining = True
     began = bench.clock.monotonic()
-    with pytest.raises(ToolFailed, match="engines have refused trajectory"):
+    with pytest.raises(ToolFailed, match="engines have rejected trajectory"):
         await bench.generate(1)
     assert bench.clock.monotonic() - began > MAX_REJECTION_S
 
@@ -186,7 +186,9 @@ async def test_trajectory_without_an_engine_fails_by_type(bench: Bench) -> None:
 @story_on(run_on_bench)
 async def test_request_fails_by_type_after_five_engine_failures(bench: Bench) -> None:
     began = bench.clock.monotonic()
-    with pytest.raises(ToolFailed, match=f"{MAX_ATTEMPTS} engines in a row failed trajectory"):
+    with pytest.raises(
+        ToolFailed, match=f"{MAX_ATTEMPTS} engines in a row failed to serve trajectory"
+    ):
         await bench.generate(0, prompt=(1, 9999, 3))  # outside of the vocabulary
     assert bench.clock.monotonic() - began < MAX_REJECTION_S
     assert bench.router.continued_trajectories == MAX_ATTEMPTS

@@ -108,14 +108,14 @@ async def test_call_formats_of_datasets_are_graded(launcher: JailLauncher) -> No
 
 def test_ambiguous_test_formats_are_rejected() -> None:
     for tests, message in (
-        ({"function": "f", "cases": [{"args": "ab", "output": 1}]}, "args are a list"),
-        ({"function": "f", "cases": [{"output": 1}]}, "without 'input'"),
-        ({"function": "f", "cases": [{"args": []}]}, "without 'output'"),
-        ({"function": "f", "cases": ["f() == 1"]}, "a case is a table"),
-        ({"function": "f", "inputs": [[1]], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"function": "f", "cases": [{"args": "ab", "output": 1}]}, "args must be a list"),
+        ({"function": "f", "cases": [{"output": 1}]}, "has no 'input'"),
+        ({"function": "f", "cases": [{"args": []}]}, "has no 'output'"),
+        ({"function": "f", "cases": ["f() == 1"]}, "a case must be a table"),
+        ({"function": "f", "inputs": [[1]], "outputs": []}, "1 inputs but 0 outputs"),
         ({"function": "f"}, "inputs and outputs; it has 'function'"),
         ([{"input": "1", "outputs": []}], "an empty list"),
-        (["assert f() == 1"], "a case is a table"),
+        (["assert f() == 1"], "a case must be a table"),
         (5, "not a int"),
     ):
         with pytest.raises(InvalidTests, match=message):

@@ -116,11 +116,11 @@ def test_links_of_an_image_resolve_only_inside_it(tmp_path: Path) -> None:
     [
         ("nothing", "there is no directory"),
         ("empty", "has no interpreter /usr/bin/python3, "),
-        ("config", "is no configuration of an OCI bundle"),
-        ("rootless", "names the root rootfs, which is no directory"),
+        ("config", "is not the configuration of an OCI bundle"),
+        ("rootless", "names the root rootfs, which is not a directory"),
         ("mode", "is not executable"),
         ("machine", "is a program of another architecture (ELF machine 8)"),
-        ("loader", "is loaded by /lib64/loader, which is not there"),
+        ("loader", "needs the loader /lib64/loader, which is missing"),
     ],
 )
 def test_image_defects_are_named(tmp_path: Path, defect: str, message: str) -> None:

@@ -107,7 +107,7 @@ def test_shipped_scenarios_can_be_built() -> None:
     [
         ("steps = 6", "steps = 0 must be at least 1"),
         ('kind = "CPU"', "unknown key hosts[0].kinds"),
-        ('emulate = "100/8/4000"', "there is no pace 'fast'"),
+        ('emulate = "100/8/4000"', "there is no emulated engine speed 'fast'"),
         ("[jobs.workload]", "neither a model nor a pace"),
     ],
 )
@@ -168,26 +168,32 @@ def test_job_that_cannot_finish_is_reported(tmp_path: Path) -> None:
     result = run_command(str(write(tmp_path)), "--set", "jobs.ranks=9")
     assert result.returncode == 2 and "job talk" in result.stderr, result.stderr
     result = run_command(str(write(tmp_path)), "--set", "until_s=5")
-    assert "held: talk made 0 of 6 steps: until_s is 5" in result.stderr
+    assert "held: talk completed 0 of 6 steps: until_s is 5" in result.stderr
 
 
 def test_two_arms_of_one_name_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL.replace('name = "held"', 'name = "planner"'))
-    with pytest.raises(ConfigError, match="two arms are called planner"):
+    with pytest.raises(ConfigError, match="two arms have the name planner"):
         read_arms(path, [])
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nothere"], "there is no scenario nothere. Here are agentic, drift"),
-        (["--from=nowhere"], "nowhere is no directory of a run"),
-        (["agentic", "--from=nowhere"], "Name SCENARIO, or --from RUN"),
+        (["nothere"], "the scenario nothere does not exist. Pass a file, or one of agentic, drift"),
+        (["--from=nowhere"], "nowhere is not a run directory"),
+        (["agentic", "--from=nowhere"], "Pass SCENARIO or --from RUN"),
         (["agentic", "--set=jobs.plan=mixd"], "must be one of '', uniform, mixed"),
-        (["agentic", "--set=failures=[{host=7}]"], "host 7 fails, and there are 1"),
-        (["agentic", "--what-if=workers.a100=9"], "no whole hosts: each has 8"),
-        (["agentic", "--set=jobs.measured.base_s=0.01"], "no rate of its training"),
-        (["agentic", "--set=jobs.ranks=1", "--set=jobs.model.parameters=4e11"], "no room for its"),
+        (
+            ["agentic", "--set=failures=[{host=7}]"],
+            "host 7 does not exist: the scenario has 1 hosts",
+        ),
+        (["agentic", "--what-if=workers.a100=9"], "does not fill whole hosts of 8 accelerators"),
+        (["agentic", "--set=jobs.measured.base_s=0.01"], "no training rate"),
+        (
+            ["agentic", "--set=jobs.ranks=1", "--set=jobs.model.parameters=4e11"],
+            "lacks memory for its",
+        ),
     ],
 )
 def test_command_mistakes_are_one_line_errors(words: list[str], said: str) -> None:
@@ -316,7 +322,7 @@ def test_error_of_the_simulated_run_is_reported(run: Path, tmp_path: Path) -> No
 
 def test_run_without_traces_is_rejected(run: Path) -> None:
     write_json_lines(run / "trace" / "shard-0.jsonl", [])
-    with pytest.raises(NotFound, match="traces of 0 trajectories and 12 steps"):
+    with pytest.raises(NotFound, match="too few traces: 0 trajectories and 12 steps"):
         read_run(run)
 
 

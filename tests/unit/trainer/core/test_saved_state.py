@@ -105,7 +105,7 @@ def test_unwritable_file_raises_a_typed_error(tmp_path: Path) -> None:
 def test_state_of_another_model_or_without_rows_is_rejected(tmp_path: Path) -> None:
     save_state(tmp_path / "state", {"a": torch.zeros(3), "b": torch.zeros(2, 2)})
     for requested in ({"c": torch.zeros(3)}, {"a": torch.zeros(4)}, {"b": torch.zeros(2, 3)}):
-        with pytest.raises(CorruptData, match="not all there"):
+        with pytest.raises(CorruptData, match="are incomplete"):
             load_state(tmp_path / "state", requested)
 
 
@@ -138,7 +138,7 @@ def test_state_without_the_rows_of_a_rank_is_rejected(tmp_path: Path, missing: i
     save_by_ranks(tmp_path, 3)
     (tmp_path / file_name(missing)).unlink()
     saved = SavedRows(tmp_path)
-    with pytest.raises(CorruptData, match="not all there"):
+    with pytest.raises(CorruptData, match="are incomplete"):
         saved.fill("a", TensorRows((5, 3), 0, torch.zeros(5, 3)))
     stored = rows(STATE["a"], 1 if missing != 1 else 0, 3)
     found = TensorRows(stored.shape, stored.first_row, torch.zeros_like(stored.rows))

@@ -141,5 +141,5 @@ async def test_gradient_of_another_length_is_a_bad_message(
 async def test_departed_hybrid_is_a_lost_peer(transfer: TransferPair) -> None:
     pieces = await transfer.outbox.put(torch.ones(10))
     await transfer.hybrid.leave()
-    with pytest.raises(PeerLost, match="gone with its gradient"):
+    with pytest.raises(PeerLost, match="exited with its gradient"):
         await transfer.collected(pieces, 10)

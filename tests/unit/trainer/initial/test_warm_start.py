@@ -276,10 +276,10 @@ def test_ranks_allocate_no_whole_model_without_a_warm_start(data: JobData) -> No
     [
         (
             "return 'a text'",
-            "returned 'a text', which is no demonstration (shows_0.py:1 in show())",
+            "returned 'a text', which is not a demonstration (shows_0.py:1 in show())",
         ),
-        ("return []", "returned [], which is no demonstration (shows_1.py:1 in show())"),
-        ("return [('1', 0), (2, 1)]", "is no demonstration (shows_2.py:1 in show())"),
+        ("return []", "returned [], which is not a demonstration (shows_1.py:1 in show())"),
+        ("return [('1', 0), (2, 1)]", "is not a demonstration (shows_2.py:1 in show())"),
         ("\n    return {}['prompt']", "raised KeyError: 'prompt' (shows_3.py:3 in show())"),
     ],
 )

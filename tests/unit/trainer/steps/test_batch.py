@@ -272,7 +272,7 @@ def test_group_without_scores_is_filtered_without_warnings() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_overflowing_rewards_raise_by_name() -> None:
-    expected_message = r"rewards of group 7 go from 0 to 1e\+30.* divide what the reward returns"
+    expected_message = r"rewards of group 7 go from 0 to 1e\+30.* Divide what the reward returns"
     plain: tuple[AlgorithmName, ...] = ("dr_grpo", "rloo", "ppo")
     divided: tuple[AlgorithmName, ...] = ("grpo", "reinforce_pp")  # by the deviation
     for name in plain:

@@ -194,7 +194,7 @@ async def test_corrupt_weights_in_the_store_are_restaged(bench: TrainedJob, corr
     await bench.store.restart_store()  # it caches manifests
     assert await bench.restore() == 1
     assert await bench.store.is_stored(bench.manifests[1])
-    assert all("written again from" in one["then"] for one in (await bench.read_events())[-1:])
+    assert all("rewritten from" in one["then"] for one in (await bench.read_events())[-1:])
 
 
 def test_corrupt_adapters_and_their_base_are_restaged(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ async def test_job_without_a_valid_checkpoint_fails_by_name(bench: TrainedJob) -
     assert await bench.restore() == 0
     state = bench.state(0)
     HARMS[0](state, b"")
-    with pytest.raises(ConfigError, match="no checkpoint of the run is whole") as read_events:
+    with pytest.raises(ConfigError, match="no checkpoint of the run is complete") as read_events:
         await bench.restoring.restore_newest(bench.names[0])
     assert str(state) in str(read_events.value) and "quarantine" in read_events.value.fix
     assert "the job fails" in (await bench.read_events())[-1]["then"]

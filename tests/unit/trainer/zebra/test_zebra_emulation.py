@@ -195,7 +195,7 @@ def test_training_speed_is_a_profile_or_two_numbers() -> None:
     fast, slow = TRAINING_PROFILES["h100-7b"], TRAINING_PROFILES["a100-7b"]
     assert 1e3 < slow.tokens_per_s < fast.tokens_per_s < 1e5
     for text in ("tpu", "4000", "0/10", "nan/10", "4000/-1", "4000/inf"):
-        with pytest.raises(ConfigError, match="there is no pace"):
+        with pytest.raises(ConfigError, match="there is no emulated"):
             parse_training_speed(text)
 
 

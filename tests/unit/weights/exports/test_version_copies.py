@@ -119,7 +119,7 @@ async def test_unwritable_copy_path_is_reported(tmp_path: Path) -> None:
         [failure] = await bench.wait_for_events("version_copy_failed", 1)
         assert failure["job"] == "j" and str(tmp_path / "there") in failure["url"]
         assert "j: " in copier.stats()["copies_trouble"]
-        assert "not all versions are at" in await copy_versions(
+        assert "some versions are missing at" in await copy_versions(
             bench.run.directory, asyncio.Event()
         )
 
@@ -135,7 +135,7 @@ async def test_interrupted_last_copy_reports_missing_versions(
     bench = CopyBench(tmp_path, str(tmp_path / "there"))
     stop = asyncio.Event()
     stop.set()
-    assert "it was stopped" in await copy_versions(bench.run.directory, stop)
+    assert "the copy was stopped" in await copy_versions(bench.run.directory, stop)
     assert "copying versions to" in capsys.readouterr().out
 
 

@@ -1,6 +1,6 @@
 -- uses: credentials
--- Keys of this host come in from now on. `first`: only while no host's do. `alone`: no other
--- host's do.
+-- Admits a host: its keys are accepted from now on. `first`: only if no host is admitted yet.
+-- `alone`: all other hosts are removed. Answers whether the host is new.
 if args.first and #redis.call('SMEMBERS', ADMITTED) > 0 then return cjson.encode({new = false}) end
 if args.alone then
   for _, host in ipairs(redis.call('SMEMBERS', ADMITTED)) do

@@ -1,5 +1,5 @@
--- A new incarnation of a shard takes over its predecessor's segments; from now on only it may note
--- any.
+-- Transfers a shard and its segments to a new incarnation; only this one may record segments from
+-- now on. Answers the segments.
 if not has_lease(args.shard, args.token) then return reject_fenced(args.shard) end
 local key = KEYS[1] .. ':shard:' .. args.shard
 redis.call('HSET', key, 'owner', args.token)

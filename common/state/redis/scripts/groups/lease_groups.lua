@@ -1,18 +1,17 @@
 -- uses: groups
--- The oldest ready groups for one step, as many as there are: the same ones again for the same
--- trainer and step, and more, until the step has all that it takes. What the trainer was `known`
--- already is not sent again: it asks many times a second while it waits.
+-- Leases the oldest ready groups to a trainer for one step, as many as are ready. The same trainer
+-- and step get the same groups again, and more, until the step is complete. Groups in `known` are
+-- not sent again, because a waiting trainer polls many times a second.
 if not has_lease(args.trainer, args.token) then return reject_fenced(args.trainer) end
 local job = redis.call('HMGET', JOB .. ':job', 'version', 'max_staleness', 'groups_per_step',
   'leased_for')
-local version, staleness, wanted = tonumber(job[1]), tonumber(job[2]), tonumber(job[3])
+local version, staleness, step_size = tonumber(job[1]), tonumber(job[2]), tonumber(job[3])
 if version ~= args.step - 1 then
-  return reject('refused', 'step ' .. args.step .. ' turns version ' .. (args.step - 1)
-    .. ' into ' ..
-    args.step .. ', and the current version is ' .. version)
+  return reject('refused', 'step ' .. args.step .. ' requires version ' .. (args.step - 1) ..
+    ', and the current version is ' .. version)
 end
 
--- What an earlier start of the trainer had leased, or for another step, is ready again.
+-- Groups leased to an earlier start of the trainer, or for another step, are ready again.
 local lease = args.token .. ':' .. args.step
 if job[4] ~= lease then
   for _, group in ipairs(redis.call('ZRANGE', index_key('leased'), 0, -1)) do
@@ -23,20 +22,21 @@ end
 
 local chosen = redis.call('ZRANGE', index_key('leased'), 0, -1)
 
--- A slow group may be passed over, so that the tail stalls nobody, but only so often, so that short
--- ones are not favoured for long: then its place in the step is kept for it.
-local kept, awaited = 0, nil
+-- A slow group may be passed over, so that one long trajectory does not stall training. After
+-- `max_staleness` times its slot in the step is reserved. Otherwise training would favour short
+-- trajectories for long.
+local reserved, awaited = 0, nil
 for _, group in ipairs(redis.call('ZRANGE', index_key('open'), 0, -1)) do
-  if #chosen + kept == wanted then break end
+  if #chosen + reserved == step_size then break end
   if tonumber(redis.call('HGET', group_key(group), 'passed')) >= staleness then
-    kept = kept + 1
+    reserved = reserved + 1
     awaited = awaited or group
   end
 end
 
 local stale = {}
 for _, group in ipairs(redis.call('ZRANGE', index_key('ready'), 0, -1)) do
-  if #chosen + kept == wanted then break end
+  if #chosen + reserved == step_size then break end
   local row = redis.call('HMGET', group_key(group), 'min_version', 'prompt', 'samples', 'passed',
     'abandoned_above')
   local oldest = math.min(tonumber(row[1]), tonumber(row[5] or row[1]))
@@ -54,7 +54,7 @@ for _, group in ipairs(redis.call('ZRANGE', index_key('ready'), 0, -1)) do
 end
 if #stale > 0 then append_event('stale', {job = args.job, version = version, groups = stale}) end
 
-table.sort(chosen, function(x, y) return tonumber(x) < tonumber(y) end)
+table.sort(chosen, function(a, b) return tonumber(a) < tonumber(b) end)
 local known, rows = {}, {}
 for _, group in ipairs(args.known) do known[group] = true end
 for _, group in ipairs(chosen) do
@@ -64,10 +64,10 @@ for _, group in ipairs(chosen) do
     rows[#rows + 1] = row
   end
 end
-if #chosen == wanted then return cjson.encode({groups = rows}) end
+if #chosen == step_size then return cjson.encode({groups = rows}) end
 
 local oldest = awaited or redis.call('ZRANGE', index_key('open'), 0, 0)[1]
-local reason, shard = #chosen .. ' of ' .. wanted .. ' groups are ready', ''
+local reason, shard = #chosen .. ' of ' .. step_size .. ' groups are ready', ''
 if oldest then
   shard = redis.call('HGET', group_key(oldest), 'shard')
   reason = reason .. ', group ' .. oldest .. ' of ' .. shard

@@ -1,7 +1,7 @@
 -- uses: groups
--- A finished group, whose bytes are durable, may train.
-local seen = previous_reply()
-if seen then return seen end
+-- Marks a finished group as ready to train; its data is durable.
+local previous = previous_reply()
+if previous then return previous end
 if not has_lease(args.shard, args.token) then return reject_fenced(args.shard) end
 local row = read_hash(group_key(args.group))
 if row.state ~= 'open' or row.shard ~= args.shard then
@@ -12,6 +12,5 @@ redis.call('HSET', group_key(args.group), 'digest', args.digest, 'nbytes', args.
 move_group(args.group, 'open', 'ready')
 record_progress(JOB)
 append_event('ready', {job = args.job, group = args.group, samples = tonumber(row.samples),
-  scored = args.scored,
-  digest = args.digest, by = args.shard})
+  scored = args.scored, digest = args.digest, by = args.shard})
 return reply({ready = true})

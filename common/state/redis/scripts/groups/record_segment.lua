@@ -1,5 +1,5 @@
--- Names a segment file of a shard, or its length once it is sealed, or forgets one that was
--- deleted; or says where its segments lie.
+-- Records a segment file of a shard, with its length once it is sealed. Other forms: `forget`
+-- removes a deleted segment, `place` records where the shard stores its segments.
 local key = KEYS[1] .. ':shard:' .. args.shard
 if not has_lease(args.shard, args.token)
   or tonumber(redis.call('HGET', key, 'owner')) ~= args.token then

@@ -1,14 +1,15 @@
 -- uses: groups
--- Ends a group that cannot train: by its shard while it is open, or by the trainer that leased it
--- and found it bad, or without anything to teach: then its members that failed are told apart.
-local seen = previous_reply()
-if seen then return seen end
+-- Removes a group that cannot train. Callers are its shard while it is open, or the trainer that
+-- leased it and found it invalid or uninformative. In the latter case its failed members are
+-- counted apart.
+local previous = previous_reply()
+if previous then return previous end
 if not has_lease(args.name, args.token) then return reject_fenced(args.name) end
 local row = read_hash(group_key(args.group))
-local own = row.state == 'open' and row.shard == args.name
+local is_holder = row.state == 'open' and row.shard == args.name
   or row.state == 'leased' and tonumber(row.trainer_token) == args.token
-if not own then
-  return reject('refused', 'group ' .. args.group .. ' is not ' .. args.name .. "'s to give back")
+if not is_holder then
+  return reject('refused', 'group ' .. args.group .. ' is not open at or leased to ' .. args.name)
 end
 return_group(args.group, row, args.requeue)
 local failed = args.counter == 'filtered' and row.samples - row.scored or 0

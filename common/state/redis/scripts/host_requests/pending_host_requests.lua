@@ -1,19 +1,19 @@
--- What was asked and has no answer yet, as it was asked: the last word of a host counts. Who asked
--- long ago waits no more.
+-- Answers the unanswered requests in the order of their submission. Requests older than `waits_ms`
+-- are removed: their senders no longer wait.
 local REQUESTS = MESH .. ':host_requests'
-local found = {}
+local pending = {}
 for id, text in pairs(read_hash(REQUESTS)) do
-  local at = cjson.decode(text).requested_ms
-  if at < NOW - args.waits_ms then
+  local requested_ms = cjson.decode(text).requested_ms
+  if requested_ms < NOW - args.waits_ms then
     redis.call('HDEL', REQUESTS, id)
   else
-    found[#found + 1] = {at = at, id = id, text = text}
+    pending[#pending + 1] = {at = requested_ms, id = id, text = text}
   end
 end
-table.sort(found, function(x, y)
-  if x.at ~= y.at then return x.at < y.at end
-  return x.id < y.id
+table.sort(pending, function(a, b)
+  if a.at ~= b.at then return a.at < b.at end
+  return a.id < b.id
 end)
 local rows = {}
-for i, one in ipairs(found) do rows[i] = one.text end
+for i, request in ipairs(pending) do rows[i] = request.text end
 return cjson.encode({rows = rows})

@@ -1,4 +1,5 @@
--- What the gateway asks of the launcher, once for an id, and the answer as soon as there is one.
+-- Submits a request of the gateway to the launcher, once for an id. Answers the launcher's answer,
+-- or ''.
 local REQUESTS, ANSWER = MESH .. ':host_requests', MESH .. ':host_answers:' .. args.id
 local answer = redis.call('GET', ANSWER)
 if not answer then

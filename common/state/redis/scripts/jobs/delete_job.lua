@@ -1,10 +1,9 @@
--- A job that has ended is on record no more. Its rows go in pieces afterwards
--- (`delete_remaining_rows`): until the last is gone nobody gets its name. That it was deleted stays
--- known, so that no Redis seems to have lost it, and the weight store lets go of what it kept for
--- it.
-local seen = previous_reply()
-if seen then return seen end
-local DELETED, KEPT = MESH .. ':jobs:deleted', 10000 -- names, the newest ones
+-- Deletes the record of an ended job. `delete_remaining_rows` deletes its other rows in pieces; its
+-- name stays reserved until then. The index of deleted jobs remains: the loss of a job's row is
+-- then explained, and the weight store releases its data.
+local previous = previous_reply()
+if previous then return previous end
+local DELETED, MAX_DELETED = MESH .. ':jobs:deleted', 10000 -- names; the oldest are removed
 local key = KEYS[1] .. ':job'
 local phase = redis.call('HGET', key, 'phase')
 if not phase then return reject('not_found', 'there is no job ' .. args.job) end
@@ -18,9 +17,9 @@ redis.call('ZREM', MESH .. ':jobs', args.job)
 redis.call('ZREM', MESH .. ':jobs:ended', args.job)
 redis.call('ZADD', MESH .. ':jobs:deleting', NOW, args.job)
 redis.call('ZADD', DELETED, NOW, args.job)
-local most = redis.call('ZCARD', DELETED) - KEPT
-if most > 0 then
-  for _, name in ipairs(redis.call('ZRANGE', DELETED, 0, most - 1)) do
+local excess = redis.call('ZCARD', DELETED) - MAX_DELETED
+if excess > 0 then
+  for _, name in ipairs(redis.call('ZRANGE', DELETED, 0, excess - 1)) do
     redis.call('ZREM', DELETED, name)
   end
 end

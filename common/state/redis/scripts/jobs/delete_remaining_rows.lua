@@ -1,22 +1,22 @@
 -- uses: groups
--- Some of the rows that a deleted job has left; whether there may be more.
-local left = args.most
-local function drop(index_key, key_of)
-  for _, id in ipairs(redis.call('ZRANGE', index_key, 0, left - 1)) do
-    redis.call('DEL', key_of(id))
+-- Deletes at most about `most` remaining rows of a deleted job. Answers whether more may remain.
+local remaining = args.most
+local function drop(index_key, make_key)
+  for _, id in ipairs(redis.call('ZRANGE', index_key, 0, remaining - 1)) do
+    redis.call('DEL', make_key(id))
     redis.call('ZREM', index_key, id)
-    left = left - 1
+    remaining = remaining - 1
   end
 end
 if not redis.call('ZSCORE', MESH .. ':jobs:deleting', args.job) then
   return cjson.encode({more = false})
 end
 for _, state in ipairs({'open', 'ready', 'leased'}) do
-  if left > 0 then drop(index_key(state), group_key) end
+  if remaining > 0 then drop(index_key(state), group_key) end
 end
-if left > 0 then drop(JOB .. ':steps', function(id) return JOB .. ':step:' .. id end) end
-if left > 0 then drop(JOB .. ':shards', function(name) return JOB .. ':shard:' .. name end) end
-if left <= 0 then return cjson.encode({more = true}) end
+if remaining > 0 then drop(JOB .. ':steps', function(id) return JOB .. ':step:' .. id end) end
+if remaining > 0 then drop(JOB .. ':shards', function(name) return JOB .. ':shard:' .. name end) end
+if remaining <= 0 then return cjson.encode({more = true}) end
 redis.call('DEL', JOB .. ':requeue')
 redis.call('DEL', JOB .. ':evaluations')
 redis.call('ZREM', MESH .. ':jobs:deleting', args.job)

@@ -1,4 +1,5 @@
--- Jobs that ended before a time, the oldest of them, and those whose deletion somebody has begun.
+-- Answers the oldest jobs that ended more than `keep_ms` ago, and jobs whose deletion is
+-- unfinished.
 if not is_leader(args.election, args.token) then
   return reject_fenced('the leader of ' .. args.election)
 end

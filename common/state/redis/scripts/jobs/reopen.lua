@@ -1,7 +1,8 @@
 -- uses: phase readers
--- A person resumes a job that was stopped or has failed; a finished one stays so.
-local seen = previous_reply()
-if seen then return seen end
+-- Resumes a stopped or failed job at the phase that its version implies. A finished job stays
+-- finished.
+local previous = previous_reply()
+if previous then return previous end
 local row = read_hash(KEYS[1] .. ':job')
 if not row.phase then return reject('not_found', 'there is no job ' .. args.job) end
 if row.phase == 'finished' then return reject('refused', args.job .. ' has finished') end

@@ -1,7 +1,7 @@
 -- uses: pool snapshot_stats
--- Rows of workers that nobody waits for any more, and of hosts without an agent, are removed once
--- their processes have been gone for long. A worker that comes back all the same joins again. So
--- are the last ends of residents that are on record no more: no other ever has their names.
+-- Removes rows of workers without a gang and of hosts without an agent, once their processes have
+-- been gone for `gone_ms`. A worker that returns joins again. Also removes the last exits of
+-- removed instances, whose names are never used again.
 if not is_leader(args.election, args.token) then
   return reject_fenced('the leader of ' .. args.election)
 end
@@ -12,14 +12,14 @@ local function is_gone(name)
   return not lease[1] or not is_live(lease[1], lease[2]) and tonumber(lease[1]) < NOW - args.gone_ms
 end
 
-local removed = 0
+local removed_workers = 0
 for _, worker in ipairs(redis.call('ZRANGE', WORKERS, 0, -1)) do
-  if removed == args.most then break end
+  if removed_workers == args.most then break end
   if redis.call('HGET', WORKER .. worker, 'gang') == '' and is_gone(worker_name(worker)) then
     redis.call('DEL', WORKER .. worker)
     redis.call('ZREM', WORKERS, worker)
     update_worker_snapshot(worker)
-    removed = removed + 1
+    removed_workers = removed_workers + 1
     append_event('gone', {worker = worker})
   end
 end
@@ -32,16 +32,16 @@ end
 for host in pairs(read_hash(DRAINING)) do
   if is_gone('node/' .. host) then redis.call('HDEL', DRAINING, host) end
 end
-local EXITS, dropped = MESH .. ':exits', 0
+local EXITS, removed_exits = MESH .. ':exits', 0
 for name, text in pairs(read_hash(EXITS)) do
-  if dropped == args.most then break end
+  if removed_exits == args.most then break end
   local gang, number = string.match(name, '^%a+/(g%d+)(%.%d+)$')
   local kind = string.match(name, '^%a+')
   if gang and (kind == 'engine' or kind == 'hybrid')
     and redis.call('HEXISTS', GANG .. gang, 'instance:' .. gang .. number) == 0
     and tonumber(cjson.decode(text).at_ms) < NOW - args.ended_ms then
     redis.call('HDEL', EXITS, name)
-    dropped = dropped + 1
+    removed_exits = removed_exits + 1
   end
 end
-return cjson.encode({removed = removed})
+return cjson.encode({removed = removed_workers})

@@ -1,8 +1,7 @@
 -- uses: pool
--- A worker says what a resident's process on it does. It counts for the desired that it acts under:
--- one of another generation or epoch, or from a place that the worker does not have, changes
--- nothing.
--- The resident does what the rank does that is furthest from done, of those that are there.
+-- Records a worker's report on its rank's process of an instance. Answers whether it was accepted:
+-- a report for another generation, epoch or rank changes nothing. The instance's phase is that of
+-- its least advanced rank.
 local name = worker_name(args.worker)
 if not has_lease(name, args.token) then return reject_fenced(name) end
 local key, field = GANG .. args.gang, 'report:' .. args.instance .. ':' .. args.rank
@@ -19,15 +18,15 @@ if row[3] == args.report then return cjson.encode({accepted = true}) end
 local SEVERITY = {gone = 0, ready = 1, moving = 2, starting = 3, draining = 4, failed = 5}
 
 local function summarize_instance()
-  local far, phase, tier, detail = -1, 'starting', desired.tier, ''
+  local worst, phase, tier, detail = -1, 'starting', desired.tier, ''
   for _, rank in ipairs(desired.ranks) do
     local text = redis.call('HGET', key, 'report:' .. args.instance .. ':' .. rank)
-    local one = text and cjson.decode(text)
-    if not one or one.generation ~= desired.generation or one.epoch ~= desired.epoch then
-      one = {phase = 'starting', tier = one and one.tier or 'absent', detail = ''}
+    local report = text and cjson.decode(text)
+    if not report or report.generation ~= desired.generation or report.epoch ~= desired.epoch then
+      report = {phase = 'starting', tier = report and report.tier or 'absent', detail = ''}
     end
-    if SEVERITY[one.phase] > far then
-      far, phase, tier, detail = SEVERITY[one.phase], one.phase, one.tier, one.detail
+    if SEVERITY[report.phase] > worst then
+      worst, phase, tier, detail = SEVERITY[report.phase], report.phase, report.tier, report.detail
     end
   end
   return phase, tier, detail
@@ -39,8 +38,7 @@ update_gang_snapshot(args.gang)
 local now_phase, now_tier, now_detail = summarize_instance()
 if not row[3] or phase ~= now_phase or tier ~= now_tier or detail ~= now_detail then
   append_event('actual', {gang = args.gang, resident = args.instance, job = desired.job,
-    role = desired.role,
-    status = now_phase, tier = now_tier, generation = args.generation, epoch = args.epoch,
-    detail = now_detail})
+    role = desired.role, status = now_phase, tier = now_tier, generation = args.generation,
+    epoch = args.epoch, detail = now_detail})
 end
 return cjson.encode({accepted = true})

@@ -1,6 +1,7 @@
 -- uses: pool
--- Whether, and why, nothing new is placed on a host. Where something may be again, nobody waits for
--- it to be empty any more either.
+-- Sets why nothing new is placed on a host; an empty reason allows placement again and removes
+-- pending drain requests. With `expected` only if the current reason equals it. Answers whether
+-- anything changed.
 local before = redis.call('HGET', DRAINING, args.host) or ''
 if args.expected and before ~= args.expected then return cjson.encode({changed = false}) end
 if args.reason ~= '' then

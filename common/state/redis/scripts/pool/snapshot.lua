@@ -1,34 +1,34 @@
 -- uses: pool snapshot_stats
--- All that the leader decides from, in one look. Of the registry: which processes live, the counts
--- of those whose work matters, and what agents said that are `away`. Of jobs: those that have not
--- ended, and only such documents as the caller does not know.
+-- Answers the planner leader's input as one consistent snapshot. Registry: live processes with the
+-- stats that matter, and the last stats of `offline_agents`. Jobs: those that have not ended, with
+-- documents only if their digest is not in `known`.
 if not is_leader(args.election, args.token) then
   return reject_fenced('the leader of ' .. args.election)
 end
 local ENTRY, ENTRIES = MESH .. ':entry:', MESH .. ':entries'
 local FAR_MS = 60000 -- a lease that lasts longer may be from before the clock was set back
 
-local out, n = {}, 0
+local parts, n = {}, 0
 local function put(...)
-  for i = 1, select('#', ...) do out[n + i] = (select(i, ...)) end
+  for i = 1, select('#', ...) do parts[n + i] = (select(i, ...)) end
   n = n + select('#', ...)
 end
 
--- Texts that are JSON already, as they are: put together first, they would be copied once more.
+-- Appends JSON texts, separated by commas. Joining them first would copy them once more.
 local function put_all(texts)
   for i = 1, #texts do
-    if i > 1 then n = n + 1; out[n] = ',' end
+    if i > 1 then n = n + 1; parts[n] = ',' end
     n = n + 1
-    out[n] = texts[i]
+    parts[n] = texts[i]
   end
 end
 
--- Scores are read of those leases only that seem to last too long: as text they are slow.
+-- Scores are read only for leases that seem to last too long: scores as text are slow.
 put('{"now_ms":', string.format('%.0f', NOW), ',"alive":')
-local alive, names = {}, {}
+local alive, worker_ids = {}, {}
 local function add_live(name)
   alive[name] = true
-  if string.sub(name, 1, 7) == 'worker/' then names[#names + 1] = string.sub(name, 8) end
+  if string.sub(name, 1, 7) == 'worker/' then worker_ids[#worker_ids + 1] = string.sub(name, 8) end
 end
 local far_ms = string.format('%.0f', NOW + FAR_MS)
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', ENTRIES, string.format('(%.0f', NOW), far_ms)) do
@@ -40,7 +40,7 @@ for i = 1, #leases, 2 do
     add_live(leases[i])
   end
 end
-put(#names > 0 and cjson.encode(names) or '[]', ',"processes":[')
+put(#worker_ids > 0 and cjson.encode(worker_ids) or '[]', ',"processes":[')
 local stats, texts, offline = redis.call('HGETALL', STATS_SNAPSHOT), {}, {}
 for i = 1, #stats, 2 do
   if alive[stats[i]] then
@@ -84,7 +84,7 @@ for i, host in ipairs(redis.call('ZRANGE', HOSTS, 0, -1)) do
 end
 put(']')
 
--- A hash whose values are JSON as they are stored.
+-- Appends a hash whose values are stored as JSON.
 local function put_object(key)
   local flat = redis.call('HGETALL', key)
   put('{')
@@ -99,4 +99,4 @@ put_object(MOVES)
 local planner = redis.call('HMGET', PLANNER, 'formed', 'revision', 'memory')
 put(',"settings":', redis.call('GET', MESH .. ':settings') or '{}', ',"formed":',
   planner[1] or '0', ',"revision":', planner[2] or '0', ',"memory":', planner[3] or 'null', '}')
-return table.concat(out)
+return table.concat(parts)

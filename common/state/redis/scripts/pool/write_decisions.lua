@@ -1,30 +1,30 @@
 -- uses: pool phase desired_state
--- The leader's decisions, in their order, once for an operation. What a decision presumes may have
--- changed since the look: such a one is left out, and the answer says why. Nothing else may have
--- been written since the look: a write that was long on its way comes too late.
-local seen = previous_reply()
-if seen then return seen end
+-- Applies the leader's decisions in order, once for an operation. A decision whose preconditions no
+-- longer hold is skipped; the answer gives the reason. The whole write is fenced if another write
+-- follows the snapshot (revision `after`), because a delayed write may arrive late.
+local previous = previous_reply()
+if previous then return previous end
 if not is_leader(args.election, args.token) then
   return reject_fenced('the leader of ' .. args.election)
 end
 local revision = tonumber(redis.call('HGET', PLANNER, 'revision') or '0')
 if args.after and args.after ~= revision then
-  return reject('fenced', 'these decisions were made before others that have been written since')
+  return reject('fenced', 'other decisions were written after the snapshot of these decisions')
 end
 
--- Its processes have gone with it. One that lives under another lease by now has joined again.
+-- A lost worker's processes have exited with it. A worker with a live lease has joined again.
 local function mark_worker_lost(decision)
   local name = worker_name(decision.worker)
   local lease = redis.call('HMGET', MESH .. ':entry:' .. name, 'token', 'expires_ms', 'renewed_ms')
   if redis.call('EXISTS', WORKER .. decision.worker) == 0 then
     return 'there is no worker ' .. decision.worker
   end
-  if lease[1] and is_live(lease[2], lease[3]) then return decision.worker .. ' is there' end
-  local lost = (lease[1] or '') .. ' ' .. (lease[2] or '')
-  if redis.call('HGET', WORKER .. decision.worker, 'lost') == lost then return end
-  redis.call('HSET', WORKER .. decision.worker, 'lost', lost)
+  if lease[1] and is_live(lease[2], lease[3]) then return decision.worker .. ' is alive' end
+  local lost_lease = (lease[1] or '') .. ' ' .. (lease[2] or '')
+  if redis.call('HGET', WORKER .. decision.worker, 'lost') == lost_lease then return end
+  redis.call('HSET', WORKER .. decision.worker, 'lost', lost_lease)
   delete_reports(decision.worker)
-  -- if it lives after all, it tells again
+  -- a worker that is alive after all reads its record and reports again
   redis.call('HINCRBY', WORKER .. decision.worker, 'revision', 1)
   update_worker_snapshot(decision.worker)
   append_event('lost', with_rule(decision, {worker = decision.worker, reason = decision.reason,
@@ -36,8 +36,8 @@ local function report_host_presence(decision)
     {host = decision.host}), decision.extra)
 end
 
--- A job that goes on after it was held begins to be waited for anew: that it made no progress
--- meanwhile, and what ended before, is no fault of its.
+-- When a blocked job resumes, its progress time starts again. It could make no progress before, and
+-- earlier exits are not charged to it.
 local function set_block_reason(decision)
   local key = '{' .. decision.job .. '}:job'
   local row = redis.call('HMGET', key, 'phase', 'block_reason')
@@ -46,7 +46,7 @@ local function set_block_reason(decision)
   local before = row[2] or ''
   if before == decision.block_reason then return end
   redis.call('HSET', key, 'block_reason', decision.block_reason, 'blocked_since_ms', NOW)
-  -- told apart for who may not read the job's row
+  -- an index of its own, for processes that may not read the job's row
   if string.sub(decision.block_reason, 1, 7) == 'paused:' then
     redis.call('ZADD', MESH .. ':jobs:paused', NOW, decision.job)
   else
@@ -77,8 +77,8 @@ end
 local function finish_move(decision)
   if redis.call('HDEL', MOVES, decision.id) == 1 then
     append_event('move', with_rule(decision, {resident = decision.id, gang = decision.gang,
-      started_ms = decision.started_ms,
-      finished_ms = NOW, undone = decision.undone}), decision.extra)
+      started_ms = decision.started_ms, finished_ms = NOW, undone = decision.undone}),
+      decision.extra)
   end
 end
 
@@ -86,17 +86,16 @@ local function reject_request(decision)
   local text = redis.call('HGET', REQUESTS, decision.request_id)
   if not text then return end
   redis.call('HDEL', REQUESTS, decision.request_id)
-  local asked = cjson.decode(text)
+  local request = cjson.decode(text)
   local verdict = decision.reason == '' and 'settled' or 'declined'
-  if asked.kind == 'drain' and verdict == 'declined' then
-    redis.call('HDEL', DRAINING, asked.host)
+  if request.kind == 'drain' and verdict == 'declined' then
+    redis.call('HDEL', DRAINING, request.host)
   end
-  append_event(asked.kind .. '_' .. verdict, with_rule(decision, {op = decision.request_id,
-    reason = decision.reason, host = asked.host}),
-    decision.extra)
+  append_event(request.kind .. '_' .. verdict, with_rule(decision, {op = decision.request_id,
+    reason = decision.reason, host = request.host}), decision.extra)
 end
 
--- What a move has brought, beside what it was to bring.
+-- Appends the measured outcome of a move beside its prediction.
 local function report_move_outcome(decision)
   append_event('move_judged', with_rule(decision, {job = decision.job}), decision.extra)
 end

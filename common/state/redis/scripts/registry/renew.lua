@@ -1,16 +1,15 @@
 -- uses: outage snapshot_stats credentials
--- Prolongs a lease that is still its holder's. One that ended while Redis was away (the caller
--- measured for how long it got no answer) and that nobody took goes on under a raised epoch.
--- A process with a key of its own (`credential`) keeps that in its credentials row, loses its lease
--- with it, and is told the number of revocations.
+-- Renews a lease. A lease that expired in a Redis outage of at most `away_ms` continues under a
+-- raised epoch, if its name is still free. With `credential` it also registers the key again, ends
+-- the lease if the key is rejected, and answers the number of revocations.
 local key = MESH .. ':entry:' .. args.name
 local lease = redis.call('HMGET', key, 'token', 'expires_ms', 'epoch', 'is_released',
   'incarnation')
 local lost = cjson.encode({is_renewed = false})
 if not lease[1] or tonumber(lease[1]) ~= args.token or lease[4] == '1' then return lost end
-local expires, epoch = tonumber(lease[2]), redis.call('GET', MESH .. ':epoch') or '0'
-if expires <= NOW then
-  if expires + args.away_ms < NOW then return lost end
+local expires_ms, epoch = tonumber(lease[2]), redis.call('GET', MESH .. ':epoch') or '0'
+if expires_ms <= NOW then
+  if expires_ms + args.away_ms < NOW then return lost end
   if epoch == lease[3] then epoch = raise_epoch(args.away_ms) end
 end
 if args.credential then

@@ -1,5 +1,5 @@
--- What the leader's decisions do to gangs and their residents. Each answers why it does not apply,
--- and has changed nothing then.
+-- Functions that apply the leader's decisions to gangs and their instances. Each returns why a
+-- decision does not apply, and has changed nothing then.
 local function with_rule(decision, fields)
   fields.rule = decision.rule
   return fields
@@ -9,7 +9,7 @@ local function remove_request(op)
   if op and op ~= '' then redis.call('HDEL', REQUESTS, op) end
 end
 
--- Workers poll their own record: a raised revision tells them to read their gang's.
+-- A worker polls only its own record. A raised revision makes it read its gang's record.
 local function raise_revisions(workers)
   for _, worker in ipairs(workers) do
     if redis.call('EXISTS', WORKER .. worker) == 1 then
@@ -19,7 +19,7 @@ local function raise_revisions(workers)
   end
 end
 
--- The record of each of these workers says which gang it is in, under one new membership.
+-- Writes the gang and the new membership into the records of these workers.
 local function assign_gang(workers, gang, membership)
   for _, worker in ipairs(workers) do
     if redis.call('EXISTS', WORKER .. worker) == 1 then
@@ -33,7 +33,7 @@ local function form_gang(decision)
   local number = tonumber(string.match(decision.gang, '^g(%d+)$'))
   local formed = tonumber(redis.call('HGET', PLANNER, 'formed') or '0')
   if not number or number < formed then
-    return decision.gang .. ' is no gang that is yet to come'
+    return decision.gang .. ' is not an unused gang id'
   end
   local membership = 0
   for _, worker in ipairs(decision.workers) do
@@ -48,24 +48,23 @@ local function form_gang(decision)
   redis.call('ZADD', GANGS, number, decision.gang)
   assign_gang(decision.workers, decision.gang, membership + 1)
   update_gang_snapshot(decision.gang)
-  append_event('gang', with_rule(decision, {gang = decision.gang, workers = decision.workers,
-    formed = true, dissolved = false}),
-    decision.extra)
+  local fields = {gang = decision.gang, workers = decision.workers, formed = true,
+    dissolved = false}
+  append_event('gang', with_rule(decision, fields), decision.extra)
 end
 
--- `was` is the resident's row, of which nothing is left after this.
-local function delete_instance(decision, gang, instance, was, workers)
+-- Deletes all fields of an instance. `row` is its decoded row.
+local function delete_instance(decision, gang, instance, row, workers)
   local key = GANG .. gang
-  for _, rank in ipairs(was.ranks) do
+  for _, rank in ipairs(row.ranks) do
     redis.call('HDEL', key, 'report:' .. instance .. ':' .. rank)
   end
   redis.call('HDEL', key, 'instance:' .. instance)
   redis.call('HDEL', MOVES, instance)
-  append_event('desired', {gang = gang, resident = instance, job = was.job, role = 'idle',
-    core = false,
-    tier = 'absent', generation = was.generation, epoch = was.epoch, reason = decision.rule,
-    pinned = false, workers = workers, from_role = was.role, from_job = was.job, token = args.token,
-    op = decision.request_id or ''}, decision.extra)
+  append_event('desired', {gang = gang, resident = instance, job = row.job, role = 'idle',
+    core = false, tier = 'absent', generation = row.generation, epoch = row.epoch,
+    reason = decision.rule, pinned = false, workers = workers, from_role = row.role,
+    from_job = row.job, token = args.token, op = decision.request_id or ''}, decision.extra)
 end
 
 local function dissolve_gang(decision)
@@ -82,9 +81,8 @@ local function dissolve_gang(decision)
   redis.call('ZREM', GANGS, decision.gang)
   update_gang_snapshot(decision.gang)
   assign_gang(workers, '', membership + 1)
-  append_event('gang', with_rule(decision, {gang = decision.gang, workers = workers,
-    formed = false, dissolved = true}),
-    decision.extra)
+  local fields = {gang = decision.gang, workers = workers, formed = false, dissolved = true}
+  append_event('gang', with_rule(decision, fields), decision.extra)
 end
 
 local function place_instance(decision)
@@ -97,20 +95,20 @@ local function place_instance(decision)
   end
   if before then
     if decision.generation < before.generation or decision.epoch < before.epoch then
-      return decision.instance .. ' is at generation ' .. before.generation .. ' and epoch '
-        .. before.epoch .. ' already'
+      return decision.instance .. ' is at generation ' .. before.generation
+        .. ' and epoch ' .. before.epoch .. ' already'
     end
-    local kept = {}
-    for _, rank in ipairs(decision.ranks) do kept[rank] = true end
+    local retained_ranks = {}
+    for _, rank in ipairs(decision.ranks) do retained_ranks[rank] = true end
     for _, rank in ipairs(before.ranks) do
-      if not kept[rank] then
+      if not retained_ranks[rank] then
         redis.call('HDEL', key, 'report:' .. decision.instance .. ':' .. rank)
       end
     end
   else
     local gang, number = string.match(decision.instance, '^(.+)%.(%d+)$')
     if gang ~= decision.gang or tonumber(number) < tonumber(row[3]) then
-      return decision.instance .. ' is no new instance of ' .. decision.gang
+      return decision.instance .. ' is not an unused instance id of ' .. decision.gang
     end
     redis.call('HSET', key, 'next_instance', number + 1)
   end

@@ -1,5 +1,6 @@
--- Rows of groups. A group is in exactly one of the indexes open, ready and leased (by id, which is
--- open order), or it has ended and only events and step rows tell of it.
+-- Rows of groups. A group in work is in exactly one of the indexes open, ready and leased. Indexes
+-- are ordered by group id, which is the order of opening. Ended groups are only in events and step
+-- rows.
 local JOB = KEYS[1]
 
 local function group_key(group) return JOB .. ':group:' .. group end
@@ -12,9 +13,9 @@ local function move_group(group, from, to)
   redis.call('HSET', group_key(group), 'state', to)
 end
 
--- Ends a group that will not train: its admission returns to the gate, and its prompt, unless it is
--- to blame, to the cursor with the count of steps that have passed it over, so that slow prompts
--- are not passed over for ever.
+-- Removes a group that will not train and returns its admission to the gate. With `requeue` its
+-- prompt goes back to the cursor. The prompt retains the count of steps that passed it over, so
+-- that slow prompts are not passed over for ever.
 local function return_group(group, row, requeue)
   redis.call('ZREM', index_key(row.state), group)
   redis.call('DEL', group_key(group))

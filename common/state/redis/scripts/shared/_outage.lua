@@ -1,6 +1,6 @@
--- After Redis was away for longer than a lease, all leases are over and nobody is to blame: those
--- that were live when it went are live again for the grace, so that no name changes hands because
--- of it.
+-- Recovery after Redis was unavailable for longer than a lease. All leases have expired, but no
+-- process is to blame. Leases that were live at the start of the outage are live again for a grace
+-- period. No name therefore changes hands.
 local GRACE_MS = 10000
 
 local function raise_epoch(away_ms)

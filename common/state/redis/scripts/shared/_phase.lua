@@ -1,9 +1,9 @@
--- Phases only go forward; the last three end a job.
+-- Phases of a job, in their order: a job only moves forward. The last three are terminal.
 local PHASE_ORDER = {queued = 0, warm_start = 1, baseline = 2, training = 3, evaluation = 4,
   finished = 5, failed = 5, stopped = 5}
 
--- Jobs that have not ended have an index of their own, by submission: a look reads no others. Those
--- that have are kept by the time of their end.
+-- Writes a job's phase and moves the job between the indexes. Active jobs are indexed by submission
+-- time, so that a snapshot reads no others. Ended jobs are indexed by the time of their end.
 local function set_phase(phase, error_text, job)
   job = job or args.job
   local key = '{' .. job .. '}:job'

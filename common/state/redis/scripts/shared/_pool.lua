@@ -1,8 +1,7 @@
--- Rows of the pool. A worker's own hash is what it polls, a gang's is what its workers read. A look
--- reads all of them: each row stands once more, as the text that answers are put together from, in
--- one hash of all workers and one of all gangs, because a call for each row would hold up every
--- lease. `update_worker_snapshot` and `update_gang_snapshot` bring that up to date; whoever changes
--- a row calls them.
+-- Rows of the pool. A worker polls its own hash and reads its gang's hash. Snapshots read all rows,
+-- and one call for each row would block lease renewals for too long. One hash of all workers and
+-- one of all gangs therefore hold each row again, as JSON text. Scripts that change a row call
+-- `update_worker_snapshot` or `update_gang_snapshot`.
 local WORKERS, WORKER = MESH .. ':workers', MESH .. ':worker:'
 local GANGS, GANG = MESH .. ':gangs', MESH .. ':gang:'
 local WORKERS_SNAPSHOT, GANGS_SNAPSHOT = MESH .. ':snapshot:workers', MESH .. ':snapshot:gangs'
@@ -12,7 +11,7 @@ local PLANNER = MESH .. ':planner' -- {formed, revision, memory, memory_ms}
 
 local function worker_name(id) return 'worker/' .. id end
 
--- A worker's row, of fields that are JSON as they are stored; nothing without a row.
+-- Returns a worker's row as JSON; nil if there is none. Its fields are stored as JSON.
 local function worker_json(id)
   local row = redis.call('HMGET', WORKER .. id, 'details', 'token', 'gang', 'membership',
     'revision')
@@ -20,13 +19,13 @@ local function worker_json(id)
     .. ',"gang":"' .. row[3] .. '","membership":' .. row[4] .. ',"revision":' .. row[5] .. '}'
 end
 
--- A gang's row: all its values are JSON as they are stored.
+-- Returns a gang's row as JSON; nil if there is none. Its fields are stored as JSON.
 local function gang_json(id)
   local flat = redis.call('HGETALL', GANG .. id)
   if #flat == 0 then return nil end
-  local out = {'{"id":"', id, '"'}
-  for i = 1, #flat, 2 do out[#out + 1] = ',"' .. flat[i] .. '":' .. flat[i + 1] end
-  return table.concat(out) .. '}'
+  local parts = {'{"id":"', id, '"'}
+  for i = 1, #flat, 2 do parts[#parts + 1] = ',"' .. flat[i] .. '":' .. flat[i + 1] end
+  return table.concat(parts) .. '}'
 end
 
 local function update_entry(key, id, text)
@@ -40,7 +39,7 @@ local function workers_of(gang)
   return text and cjson.decode(text)
 end
 
--- What a lost or restarted worker has said of its gang's residents is true no more.
+-- Deletes a worker's reports on instances: after its loss or restart they are no longer valid.
 local function delete_reports(worker)
   local gang = redis.call('HGET', WORKER .. worker, 'gang')
   local workers = gang and gang ~= '' and workers_of(gang)

@@ -1,5 +1,5 @@
--- Cursors of who reads the event stream: a reader's name -> {cursor: where it continues, done: up
--- to where it has everything, location, joined_ms, last_seen_ms, has_left}.
+-- Cursors of the readers of the event stream, by name. A row is {cursor: id to continue from, done:
+-- id up to which the reader has saved everything, location, joined_ms, last_seen_ms, has_left}.
 local READERS, EVENTS, TRIMMED = MESH .. ':readers', MESH .. ':events', MESH .. ':trimmed'
 
 local function parse_id(id)
@@ -9,8 +9,8 @@ end
 
 local function is_before(one, other)
   local ms, seq = parse_id(one)
-  local its_ms, its_seq = parse_id(other)
-  return ms < its_ms or ms == its_ms and seq < its_seq
+  local other_ms, other_seq = parse_id(other)
+  return ms < other_ms or ms == other_ms and seq < other_seq
 end
 
 local function read_reader(name)
@@ -20,8 +20,9 @@ end
 
 local function write_reader(name, row) redis.call('HSET', READERS, name, cjson.encode(row)) end
 
--- Whoever records the job reads from the event `id` on: nothing from there on is trimmed before it
--- comes. Nothing of the job has happened since it left, so that it may miss what lies between.
+-- Moves the cursor of the job's recorder to event `id`. Nothing from there on is trimmed before a
+-- recorder joins. Nothing happened to the job since its last recorder left, so the recorder may
+-- skip the events in between.
 local function retain_for_recorder(job, id)
   local name = 'recorder/' .. job
   local row = read_reader(name) or {done = '0-0', location = '', joined_ms = NOW}
@@ -31,7 +32,7 @@ local function retain_for_recorder(job, id)
   write_reader(name, row)
 end
 
--- Steps after `version` are made again, in another lineage: their rows are not recorded yet.
+-- Makes the recorder record the steps after `version` again: another lineage repeats them.
 local function reset_recorded_steps(job, version)
   local name = 'recorder/' .. job
   local row = read_reader(name)

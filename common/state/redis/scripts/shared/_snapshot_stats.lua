@@ -1,14 +1,14 @@
--- What a look of the planners' leader reads of processes: one hash, by name, of JSON texts.
+-- Stats of processes for the planner leader's snapshot: one hash of JSON texts by process name.
 local STATS_SNAPSHOT = MESH .. ':snapshot:stats'
 
--- `text` is what the process tells of itself, if it is of a kind that counts.
+-- `text` is the JSON object of the process's stats; nil for kinds without snapshot stats.
 local function update_stats_snapshot(name, incarnation, text)
   if not text then return end
   redis.call('HSET', STATS_SNAPSHOT, name,
     '{"incarnation":"' .. incarnation .. '",' .. string.sub(text, 2))
 end
 
--- The dead are remembered for ten minutes: a culprit must be nameable after its lease has ended.
+-- A culprit must be nameable after its lease has expired: dead entries stay for ten minutes.
 local DEAD_RETENTION_MS = 600000
 
 local function remove_dead_entries()

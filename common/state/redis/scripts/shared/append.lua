@@ -1,13 +1,14 @@
--- An event that belongs to no other script. One that is told under a lease needs that lease; one
--- that is to be `above` a time has a later one, or the next after all that are there.
-local seen = previous_reply()
-if seen then return seen end
+-- Appends an event that belongs to no other script. With `name` the caller must hold that lease.
+-- With `above` (ms) the event gets a later id than that time, or else the next id after the
+-- existing ones.
+local previous = previous_reply()
+if previous then return previous end
 if args.name and not has_lease(args.name, args.token) then return reject_fenced(args.name) end
-local told = {err = 'not told yet'}
+local appended = {err = 'not appended yet'}
 if args.above then
-  told = redis.pcall('XADD', MESH .. ':events',
+  appended = redis.pcall('XADD', MESH .. ':events',
     string.format('%.0f-0', math.max(NOW, args.above + 1)),
     'kind', args.kind, 'fields', '{}', 'extra', args.fields)
 end
-if type(told) == 'table' then append_event(args.kind, nil, args.fields) end
+if type(appended) == 'table' then append_event(args.kind, nil, args.fields) end
 return reply({appended = true})

@@ -1,6 +1,6 @@
--- Goes before every script. All is local, because Redis refuses globals. Keys are made from the
--- mesh's and the job's prefix and not declared one by one: there is one primary and never a
--- cluster.
+-- Common part before every script. Everything is local because Redis rejects globals. Keys are
+-- built from the prefixes of the mesh and the job. They are not declared: there is one primary,
+-- never a cluster.
 local MESH = '{mesh}'
 local args = cjson.decode(ARGV[1])
 
@@ -13,19 +13,19 @@ local function read_hash(key)
   return fields
 end
 
--- What the script would not do, and why; the client raises the error that has this code.
+-- Answers a rejection; the client raises the error with this code.
 local function reject(code, text)
   return cjson.encode({error_code = code, text = text})
 end
 
--- An operation is sent again when its reply was lost: the second run of the same script under the
--- same operation returns the first one's result. Callers try for an hour at most (`patiently`).
--- Once one has its answer, which it says with its next operation, only a copy may come that was on
--- its way over a connection that is gone; TCP gives such a one up in less than two minutes.
+-- A client sends an operation again if its reply was lost. The second run of the same script and
+-- operation returns the first result. Callers retry for an hour at most. The next operation
+-- acknowledges an answered one. After that, only a copy on a broken connection can arrive; TCP
+-- drops such a copy in under two minutes.
 local OPERATION_TTL_MS, ACKNOWLEDGED_TTL_MS = 7200000, 120000
 local OPERATION = args.op and KEYS[1] .. ':op:' .. SCRIPT .. ':' .. args.op
 
--- Not before anything else is written: a server without memory refuses a script's first write only.
+-- Called after all other writes: a server without memory rejects only a script's first write.
 local function expire_acknowledged()
   for _, key in ipairs(args.acknowledged or {}) do
     redis.call('PEXPIRE', key, ACKNOWLEDGED_TTL_MS)
@@ -33,12 +33,12 @@ local function expire_acknowledged()
 end
 
 local function previous_reply()
-  local seen = OPERATION and redis.call('GET', OPERATION)
-  if seen then expire_acknowledged() end
-  return seen
+  local previous = OPERATION and redis.call('GET', OPERATION)
+  if previous then expire_acknowledged() end
+  return previous
 end
 
--- The answer of an operation that has changed nothing: tried again, it may.
+-- Answers an operation that has changed nothing; a retry may change something.
 local function reply_unchanged(result)
   expire_acknowledged()
   return cjson.encode(result)
@@ -51,33 +51,33 @@ local function reply(result)
   return text
 end
 
--- Tells of something, and returns the event's id. `extra` is JSON that passes through unread, so
--- that its empty lists and long floats stay as they are.
+-- Appends an event and returns its id. `extra` is JSON text that passes through unparsed, so that
+-- its empty lists and long floats stay as they are.
 local function append_event(kind, fields, extra)
   return redis.call('XADD', MESH .. ':events', '*', 'kind', kind,
     'fields', fields and cjson.encode(fields) or '{}', 'extra', extra or '{}')
 end
 
--- A job has come further: a group, a step, an evaluation. `slowest_progress_ms` is about the
--- longest that it takes to: what takes much longer than that does not come.
+-- Records progress of a job: a group, a step or an evaluation. `slowest_progress_ms` estimates the
+-- longest time between two; a much longer wait means that no progress will come.
 local function record_progress(prefix)
   local key = prefix .. ':job'
   local before = redis.call('HMGET', key, 'progress_ms', 'slowest_progress_ms')
-  local gap = NOW - tonumber(before[1] or NOW)
-  local slowest = math.max(gap, math.floor(0.9 * tonumber(before[2] or 0)))
+  local elapsed = NOW - tonumber(before[1] or NOW)
+  local slowest = math.max(elapsed, math.floor(0.9 * tonumber(before[2] or 0)))
   redis.call('HSET', key, 'progress_ms', NOW, 'slowest_progress_ms', slowest)
   redis.call('HINCRBY', key, 'progress', 1)
 end
 
--- Counts up from the time at which the mesh began, so that tokens rise even when Redis lost all it
--- had.
+-- Tokens start at the time at which the mesh began. They therefore rise even if Redis lost all
+-- data.
 local function next_token()
   redis.call('SET', MESH .. ':token', NOW, 'NX')
   return redis.call('INCR', MESH .. ':token')
 end
 
--- Whether a lease lasts. One that was renewed in the future, by more than clocks are corrected by,
--- was so before this server's clock was set back: it would keep a dead process's name until then.
+-- True if a lease is live. A renewal time in the future, beyond usual clock corrections, dates from
+-- before the server's clock was set back. Such a lease would keep a dead process's name until then.
 local MAX_CLOCK_STEP_MS = 10000
 
 local function is_live(expires_ms, renewed_ms)
@@ -96,5 +96,5 @@ local function is_leader(election, token)
 end
 
 local function reject_fenced(name)
-  return reject('fenced', 'the lease of ' .. name .. ' is no longer its own')
+  return reject('fenced', 'the lease of ' .. name .. ' has expired or has another holder')
 end

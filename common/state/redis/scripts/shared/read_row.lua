@@ -1,4 +1,4 @@
--- One hash, with the fields of the one beside it, if there is one.
+-- Answers the fields of the hash `key`, and those of the hash `extra_key` if given.
 local row = read_hash(args.key)
 if args.extra_key then
   for field, value in pairs(read_hash(args.extra_key)) do row[field] = value end

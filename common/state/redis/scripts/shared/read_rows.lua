@@ -1,5 +1,6 @@
--- All hashes that an index names, in its order, in one look; with the fields of those beside them.
-local found = {}
+-- Answers all hashes that the index names, in its order, as one consistent snapshot. With
+-- `extra_key` each row also has the fields of a second hash.
+local rows = {}
 for _, id in ipairs(redis.call('ZRANGE', args.index, 0, -1)) do
   local row = read_hash(args.prefix .. id .. (args.suffix or ''))
   if args.extra_key then
@@ -8,6 +9,6 @@ for _, id in ipairs(redis.call('ZRANGE', args.index, 0, -1)) do
     end
   end
   row.id = id
-  found[#found + 1] = row
+  rows[#rows + 1] = row
 end
-return cjson.encode({rows = found})
+return cjson.encode({rows = rows})

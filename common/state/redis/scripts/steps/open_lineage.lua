@@ -1,22 +1,17 @@
 -- uses: groups phase readers
--- A replay that did not give the committed digests: the steps after the checkpoint are abandoned,
--- their groups are ready once more, and numbering goes on from the checkpoint in a new lineage.
--- Versions above the checkpoint's are numbered again, so whatever a group has of those was sampled
--- by other weights than the ones that will have these numbers: `abandoned_above` says so from now
--- on. What was evaluated of them, or was the best of them, is of no version any more. `rollback`:
--- the checkpoint is older than the one that covers steps. Of covered steps nothing tells which
--- groups they trained, so all that has ended since the checkpoint, by its account, is lost, and
--- each prompt that was given out since and is not on its way now goes back to the cursor.
-local seen = previous_reply()
-if seen then return seen end
+-- Opens a new lineage at a checkpoint, because a replay did not reproduce the committed digests.
+-- Abandons the later steps with their evaluations; their groups are ready again. `rollback`: the
+-- checkpoint is older than the one that covers steps.
+local previous = previous_reply()
+if previous then return previous end
 if not has_lease(args.trainer, args.token) then return reject_fenced(args.trainer) end
 local job = read_hash(JOB .. ':job')
 local abandoned = redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. args.version, '+inf')
 if args.version < tonumber(job.checkpointed_version) and not args.rollback
   or args.version > tonumber(job.version) then
   return reject('refused', 'no lineage can open at version ' .. args.version .. ': steps up to ' ..
-    job.checkpointed_version .. ' are covered by a checkpoint, and the current version is '
-      .. job.version)
+    job.checkpointed_version .. ' are covered by a checkpoint, and the current version is ' ..
+    job.version)
 end
 for _, group in ipairs(redis.call('ZRANGE', index_key('leased'), 0, -1)) do
   move_group(group, 'leased', 'ready')
@@ -36,23 +31,27 @@ for _, id in ipairs(abandoned) do
   end
   redis.call('DEL', JOB .. ':step:' .. id)
 end
+-- The new lineage uses the abandoned version numbers again, for other weights. `abandoned_above`
+-- marks a group's earlier tokens of these versions. A group's own version is limited too: engines
+-- below it may not serve the group, which must not wait for an abandoned version.
 for _, state in ipairs({'open', 'ready'}) do
   for _, group in ipairs(redis.call('ZRANGE', index_key(state), 0, -1)) do
     local row = redis.call('HMGET', group_key(group), 'abandoned_above', 'version')
-    -- Engines below its version may not serve a group: it must not wait for one that is abandoned.
     redis.call('HSET', group_key(group),
       'abandoned_above', math.min(tonumber(row[1] or args.version), args.version),
       'version', math.min(tonumber(row[2]), args.version))
   end
 end
 local lost = 0
+-- Rows of covered steps do not name their groups. All that ended since the checkpoint therefore
+-- counts as lost. Prompts that were opened since, and are not in work, return to the cursor.
 if args.rollback then
-  for field, was in pairs(args.rollback.counts) do
-    lost = lost + tonumber(redis.call('HGET', JOB .. ':job', field)) - was
-    redis.call('HSET', JOB .. ':job', field, was)
+  for field, count in pairs(args.rollback.counts) do
+    lost = lost + tonumber(redis.call('HGET', JOB .. ':job', field)) - count
+    redis.call('HSET', JOB .. ':job', field, count)
   end
   add_count('host_lost', lost)
-  local due, groups = {}, 0 -- due: how often a prompt is still to come, by prompt
+  local due, group_count = {}, 0 -- due: prompt -> number of groups still to open
   local function add_due(prompt, n) due[prompt] = (due[prompt] or 0) + n end
   for _, prompt in ipairs(args.rollback.requeue) do add_due(prompt, 1) end
   for prompt = args.rollback.cursor, tonumber(job.cursor) - 1 do add_due(prompt, 1) end
@@ -62,7 +61,7 @@ if args.rollback then
   for _, state in ipairs({'open', 'ready'}) do
     for _, group in ipairs(redis.call('ZRANGE', index_key(state), 0, -1)) do
       add_due(tonumber(redis.call('HGET', group_key(group), 'prompt')), -1)
-      groups = groups + 1
+      group_count = group_count + 1
     end
   end
   local prompts = {}
@@ -72,7 +71,7 @@ if args.rollback then
     for _ = 1, due[prompt] do redis.call('RPUSH', JOB .. ':requeue', prompt .. ':0') end
   end
   redis.call('HSET', JOB .. ':job', 'checkpointed_version', args.version,
-    'admitted', args.version * tonumber(job.groups_per_step) + groups)
+    'admitted', args.version * tonumber(job.groups_per_step) + group_count)
 end
 for tag, row in pairs(read_hash(JOB .. ':evaluations')) do
   if cjson.decode(row).step > args.version then redis.call('HDEL', JOB .. ':evaluations', tag) end
@@ -91,7 +90,7 @@ local fields = {job = args.job, lineage = lineage, from_lineage = tonumber(job.l
   version = args.version, manifest = args.manifest, checkpoint = args.checkpoint,
   image = args.image, masters = args.masters, abandoned_steps = #abandoned,
   returned_groups = #returned}
-if args.rollback then -- the groups of steps up to `lost_through` are none that come back
+if args.rollback then -- groups of steps up to `lost_through` do not return
   fields.host_lost, fields.counts, fields.lost_through = lost, args.rollback.counts,
     tonumber(job.checkpointed_version)
 end

@@ -1,5 +1,6 @@
 -- uses: groups
--- A durable checkpoint holds the current version: the job goes on from it, whoever trains it next.
+-- Records a durable checkpoint of the current version, from which any later trainer resumes the
+-- job. Covered steps drop their groups, which are never replayed again.
 if not has_lease(args.trainer, args.token) then return reject_fenced(args.trainer) end
 local job = read_hash(JOB .. ':job')
 if tonumber(job.lineage) ~= args.lineage or tonumber(job.version) ~= args.step then
@@ -7,8 +8,8 @@ if tonumber(job.lineage) ~= args.lineage or tonumber(job.version) ~= args.step t
     ' is not the current one, which is ' .. tostring(job.version) .. ' of lineage ' ..
     tostring(job.lineage))
 end
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. job.checkpointed_version,
-  args.step)) do
+local uncovered = '(' .. job.checkpointed_version
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', JOB .. ':steps', uncovered, args.step)) do
   redis.call('HDEL', JOB .. ':step:' .. id, 'groups', 'record')
 end
 redis.call('HSET', JOB .. ':job', 'checkpoint', args.checkpoint, 'checkpointed_version',

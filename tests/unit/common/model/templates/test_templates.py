@@ -29,14 +29,14 @@ from meshrl.common.model.tokens.tokenizer import Tokenizer
 from tests.unit.common.model.templates.formats import FORMATS, QWEN3
 
 pytestmark = pytest.mark.group("transformers")  # imported by one worker for all tests of the group
-NO_TOOLS = "refused: the chat template tells the model of no tools"
+NO_TOOLS = "refused: the chat template does not render tools"
 OUTCOMES = {  # conversations whose tokens differ from those of transformers
     "qwen3": {"system": "kept", "turns": "kept", "tools": "kept"},  # no empty reasoning later
     "mistral": {"system": "kept", "tools": "kept"},  # tools stand only in the last message
     "smollm2": {"tools": NO_TOOLS},
     "tinyllama": {"tools": NO_TOOLS},
     "gemma": {
-        "system": "refused: the chat template refuses these messages: System role not supported",
+        "system": "refused: the chat template rejects these messages: System role not supported",
         "tools": NO_TOOLS,
     },
 }
@@ -288,7 +288,7 @@ def test_dropped_reasoning_is_kept_or_rejected(tmp_path: Path) -> None:
     refusing.append_turn(tokenizer.encode(THOUGHT.replace("It is 3.", format_call(1, 2))))
     refusing.append_messages([{"role": "tool", "tool_call_id": "call00001", "content": "3"}])
     refusing.append_turn(tokenizer.encode(THOUGHT))
-    with pytest.raises(ChatFormatError, match="writes an earlier turn otherwise"):
+    with pytest.raises(ChatFormatError, match="renders an earlier turn differently"):
         refusing.append_messages([AGAIN])
 
 
@@ -371,10 +371,10 @@ def test_templates_are_found_as_transformers_finds_them(
     ("template", "says"),
     [
         ("{{ raise_exception('no such role') }}", "no such role"),
-        ("{{ messages.__class__.__mro__ }}", "refuses these messages"),
+        ("{{ messages.__class__.__mro__ }}", "rejects these messages"),
         ("{% set ns = namespace() %}{% set ns._a = 1 %}", "_a"),
-        ("{{ messages.append(1) }}", "refuses these messages"),
-        ("{{ messages[7].content }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "rejects these messages"),
+        ("{{ messages[7].content }}", "rejects these messages"),
     ],
 )
 def test_forbidden_template_operations_raise_a_typed_error(
@@ -388,27 +388,27 @@ def test_forbidden_template_operations_raise_a_typed_error(
 def test_directory_without_a_usable_template_is_rejected(tmp_path: Path) -> None:
     directory_of("{% for %}", tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
-    with pytest.raises(ConfigError, match="not Jinja"):
+    with pytest.raises(ConfigError, match="not valid Jinja"):
         ChatFormat.load("template", {}, tokenizer)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="has no chat template"):
         ChatFormat.load("template", {}, tokenizer)
     parts = "{% for m in messages %}{% for p in m.content if p.text %}{{ p.text }}{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(parts + "{% endfor %}")
-    with pytest.raises(ConfigError, match="leaves out messages"):
+    with pytest.raises(ConfigError, match="omits messages"):
         ChatFormat.load("template", {}, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(ConfigError, match=r"name one in rollout\.stop"):
+    with pytest.raises(ConfigError, match=r"Add one to rollout\.stop"):
         ChatFormat.load("template", {}, tokenizer)
     assert ChatFormat.load("template", {}, tokenizer, stop_tokens=["</s>"]).stop_tokens == ["</s>"]
 
 
 def test_tools_unknown_to_the_template_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ChatFormatError, match="tells the model of no tools"):
+    with pytest.raises(ChatFormatError, match="does not render tools"):
         load_chat(FORMATS["smollm2"], tmp_path).start_conversation([USER], [ADD])
     template = "{{ tools | tojson if tools }}" + FORMATS["smollm2"]
-    with pytest.raises(ChatFormatError, match="nobody knows how"):
+    with pytest.raises(ChatFormatError, match="the tool-call format"):
         load_chat(template, tmp_path).start_conversation([USER], [ADD])
     conversation = load_chat(template, tmp_path, tool_call_parser="hermes").start_conversation(
         [USER], [ADD]

@@ -151,7 +151,7 @@ def test_output_url_with_another_run_is_rejected(
     with claim_run_directory(config, False) as claim:  # the URL is still empty
         assert claim.directory == tmp_path / "runs/job"
     RemoteDirectory(config.out, "out", "it").write_file("job.json", b"a run")
-    with pytest.raises(Refused, match="a run lies at"), claim_run_directory(config, False):
+    with pytest.raises(Refused, match="already contains a run"), claim_run_directory(config, False):
         pass
     with claim_run_directory(config, True) as claim:
         assert claim.directory == tmp_path / "runs/job"

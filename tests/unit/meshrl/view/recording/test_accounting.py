@@ -107,7 +107,7 @@ def test_wrong_accounting_fails_the_run_with_the_difference(
     assert choose_exit_status(found, Phase.FINISHED, gave_up=False) == (1 if what else 0)
     assert choose_exit_status(found, Phase.STOPPED, gave_up=False) == (1 if what else 130)
     if what:
-        assert found[what] and f"{what} = {found[what]}" in output and "start over" in output
+        assert found[what] and f"{what} = {found[what]}" in output and "Start over" in output
 
 
 OWNERS = {"trainer/a": "a", "trainer/b": "b"}

@@ -238,10 +238,10 @@ async def test_stopping_mesh_waits_for_a_slow_server_only_for_its_limit(
     stop.set()
     async with asyncio.timeout(scaled(PATIENCE_S)):
         said = await closing
-    assert f"copy {slow.home} to {slow.url} by hand" in said
+    assert f"copy {slow.home} without mesh/ and store/ to {slow.url} manually" in said
     Server.gate.set()
     await copying._copy_recording_errors("")
-    assert "its copying has ended" in copying.error
+    assert "the copy has been closed" in copying.error
 
 
 async def test_concurrent_copies_of_one_run_lose_nothing(slow: CopiedRun) -> None:
@@ -272,7 +272,7 @@ async def test_run_that_continues_elsewhere_has_no_lost_groups(
     assert outlet._copy_task is not None
     await outlet._copy_task
     run_dir = download_run(copied_run.url)
-    with pytest.raises(Refused, match="had not ended when it was copied last"):
+    with pytest.raises(Refused, match="had not ended at its last copy"):
         audit.audit_run(run_dir)
     copied_run.write("in_flight.json", json.dumps({"event": "2-0", "events": 2, "samples": 4}))
     copied_run.write("summary.json", "{}")

@@ -156,7 +156,7 @@ async def test_events_are_restored_from_the_stream(run: Run, harm: str, at_rest:
     assert not read_lines(path).corruption
     (event,) = run.read_corruption_events()
     assert (event["what"], event["path"]) == ("events", str(path))
-    assert "made again from the event stream" in event["then"]
+    assert "rebuilt from the event stream" in event["then"]
     assert (run.directory / QUARANTINE_DIRECTORY / "events.jsonl").exists() == (harm != "delete")
     assert [e.kind for e in read_events(run.directory)].count(CORRUPTION_EVENT) == 1
 
@@ -184,7 +184,7 @@ class UnreachableRedis(StateClient):
     tries = 2
 
     async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
-        if script == "history_lost" and self.tries:
+        if script == "record_history_loss" and self.tries:
             self.tries -= 1
             raise StateUnavailable("Redis does not answer")
         return await super().run_script(script, keys, *args)
@@ -278,7 +278,7 @@ async def test_job_file_is_restored_while_the_run_continues(run: Run, harm: str)
     await recorder.poll()
     assert read_json(path) == before
     (event,) = run.read_corruption_events()
-    assert event["then"] == "written again from memory"
+    assert event["then"] == "rewritten from memory"
 
 
 async def test_torn_tail_is_repaired_silently(run: Run) -> None:
@@ -309,7 +309,7 @@ async def test_end_of_a_run_waits_for_disk_space_and_loses_nothing(
         ending = asyncio.create_task(recorder.close())
         said = ""
         async with asyncio.timeout(scaled(20)):
-            while "waiting for room" not in said:
+            while "waiting for disk space" not in said:
                 await asyncio.sleep(0.01)
                 said += capsys.readouterr().err
         assert not ending.done() and "bytes" in said and str(run.directory) in said
@@ -336,7 +336,7 @@ async def test_stopping_mesh_leaves_the_rest_to_the_next_start(
             await recorder.close(lambda: True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert run.notes == [] and "waiting for room" in capsys.readouterr().err
+    assert run.notes == [] and "waiting for disk space" in capsys.readouterr().err
     recorder = run.recorder()
     await recorder.poll()
     assert run.notes == ["a"] and not run.read_corruption_events()

@@ -152,7 +152,7 @@ def test_redis_that_rejects_writes_is_reported_in_its_own_words(
     with redis.Redis.from_url(server.url) as client:
         spoil(client, server)
     ((stall,), _) = diagnose_run_stalls(place)
-    assert (stall.waiter, stall.culprit) == ("everyone", "redis")
+    assert (stall.waiter, stall.culprit) == ("all processes", "redis")
     assert words in stall.reason
     assert asyncio.run(redis_watchdog.is_answering(server.url)), (
         "it is not killed for what its disk does"

@@ -240,7 +240,7 @@ async def test_interrupted_recorder_stops_copying_and_names_the_remaining_copy(
     assert (tmp_path / "there/summary.json").is_file()
     recorder = Recorder(launcher, "one", run_dir)
     await recorder.abandon()
-    assert "its copying has ended" in await recorder.finish_copy(stop)
+    assert "the copy has been closed" in await recorder.finish_copy(stop)
 
 
 async def test_failed_model_export_is_reported_with_its_reason(

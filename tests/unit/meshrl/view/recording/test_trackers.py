@@ -147,8 +147,8 @@ async def test_records_are_shown_once_and_in_order(program: Program, tmp_path: P
     last = json.loads(program.shown.read_text().splitlines()[-1])
     assert last["values"] == {"evaluation/sampled": 0.5} and last["wall"] == 1_000_000.5
     kept = read_json(tmp_path / "tracking.json")["tensorboard"]
-    assert (kept["step"], kept["evaluations"], kept["dropped"]) == (150, ["before"], 0)
-    assert kept["trouble"] == ""
+    assert (kept["step"], kept["shown_evaluations"], kept["dropped"]) == (150, ["before"], 0)
+    assert kept["last_error"] == ""
 
 
 @pytest.mark.parametrize("program", [OBEDIENT], indirect=True)
@@ -248,8 +248,8 @@ async def run_tracker(run_dir: Path, **tracking: Any) -> dict[str, Any]:
     (name,) = tracking
     kept: dict[str, Any] = read_json(run_dir / "tracking.json")[name]
     log = run_dir / f"mesh/logs/{name}.log"
-    assert kept["dropped"] == 0 and kept["trouble"] == "", log.read_text()
-    assert (kept["step"], kept["evaluations"]) == (3, ["before"])
+    assert kept["dropped"] == 0 and kept["last_error"] == "", log.read_text()
+    assert (kept["step"], kept["shown_evaluations"]) == (3, ["before"])
     return kept
 
 
