@@ -152,15 +152,7 @@ class StateClient:
             )
         except ValueError as error:
             raise ConfigError(
-                f"this is 
-<<<<<<< ours
-not
-||||||| base
-no URL of
-=======
-not the URL of
->>>>>>> theirs
- a Redis URL: {Url.parse(url).redact(str(error))}",
+                f"this is not the URL of a Redis: {Url.parse(url).redact(str(error))}",
                 where=redact_password(url),
                 fix="Write redis://HOST:PORT/0, rediss://HOST:PORT/0 (TLS) or unix:///PATH",
             ) from error
@@ -261,149 +253,29 @@ not the URL of
             in_script = any(prefix in str(error) for prefix in ACL_FAILURE_PREFIXES)
             if isinstance(error, NoPermissionError) or in_script:
                 raise NotAllowed(
-                    f"Redis denies this 
-<<<<<<< ours
-command to
-||||||| base
-allow
-=======
-permit
->>>>>>> theirs
- this process
-<<<<<<< ours
-
-||||||| base
- that
-=======
- to do that
->>>>>>> theirs
-: {error}",
+                    f"Redis does not permit this process to do that: {error}",
                     where=redact_password(self.url),
-                    fix="Run 
-<<<<<<< ours
-the
-||||||| base
-tells
-=======
-lists
->>>>>>> theirs
- 
-<<<<<<< ours
-same
-||||||| base
-what
-=======
-the
->>>>>>> theirs
- 
-<<<<<<< ours
-version
-||||||| base
-its
-=======
-permissions
->>>>>>> theirs
- of 
-<<<<<<< ours
-MeshRL
-||||||| base
-may
-=======
-its
->>>>>>> theirs
- 
-<<<<<<< ours
-on
-||||||| base
-do.
-=======
-role.
->>>>>>> theirs
- all hosts of 
-<<<<<<< ours
-a mesh. See 
-||||||| base
-a 
-=======
-
->>>>>>> theirs
-"
-                    "
-<<<<<<< ours
-common/state/hosts/acl.py
-||||||| base
-mesh must
-=======
-a mesh must
->>>>>>> theirs
- for the commands of a role.",
+                    fix="common/state/hosts/acl.py lists the permissions of its role. All hosts of "
+                    "a mesh must run the same version of MeshRL.",
                 ) from error
             is_full = isinstance(error, OutOfMemoryError | ReadOnlyError)
             if not is_full and not str(error).startswith(DISK_FULL_PREFIXES):
                 raise error
             return StateUnavailable(
-                f"Redis rejects writes: {error}",
+                f"Redis refuses writes: {error}",
                 where=redact_password(self.url),
-                fix="Check whether its disk or memory is full, and whether it is a primary.",
+                fix="See whether its disk or memory is full, and that it is a primary.",
             )
         if is_gated(self.url) and (isinstance(error, AUTH_ERRORS) or find_auth_error(error)):
             return StateUnavailable(
-                "Redis 
-<<<<<<< ours
-accepts
-||||||| base
-lets
-=======
-admits
->>>>>>> theirs
- no 
-<<<<<<< ours
-clients
-||||||| base
-in
-=======
-process
->>>>>>> theirs
- yet: the launcher 
-<<<<<<< ours
-is checking
-||||||| base
-looks whether it is as
-=======
-is checking whether it has
->>>>>>> theirs
- 
-<<<<<<< ours
-its
-||||||| base
-it
-=======
-lost
->>>>>>> theirs
- 
-<<<<<<< ours
-state
-||||||| base
-was
-=======
-data
->>>>>>> theirs
-",
+                "Redis admits no process yet: the launcher is checking whether it has lost data",
                 where=redact_password(self.url),
-                fix="Wait a moment; if 
-<<<<<<< ours
-read
-||||||| base
-see
-=======
-it lasts, read
->>>>>>> theirs
- the launcher's output.",
+                fix="Wait a moment; if it lasts, read the launcher's output.",
             )
         return StateUnavailable(
             f"Redis does not answer: {error or type(error).__name__}",
             where=redact_password(self.url),
-            fix="Check whether it runs (`meshrl status`) and $MESHRL_REDIS_URL.",
+            fix="See whether it runs (`meshrl status`) and what $MESHRL_REDIS_URL names.",
         )
 
 
@@ -431,7 +303,7 @@ def run_script_once(client: SyncRedisClient, script: str, keys: list[str], *args
         return _decode_reply(script, _evaluate(client, script, keys, *args))
     except (*UNREACHABLE_ERRORS, ResponseError) as error:
         message = f"Redis does not answer: {error or type(error).__name__}"
-        raise StateUnavailable(message, fix="Check whether it runs (`meshrl status`).") from error
+        raise StateUnavailable(message, fix="See whether it runs (`meshrl status`).") from error
 
 
 def _evaluate(client: SyncRedisClient, script: str, keys: list[str], *args: Any) -> Any:
@@ -463,35 +335,11 @@ def find_auth_error(error: BaseException) -> BaseException | None:
 def _connection_error(url: str, error: BaseException) -> ConfigError:
     if isinstance(error, InvalidResponse):
         message, fix = (
-            f"the server at this address is 
-<<<<<<< ours
-not
-||||||| base
-no
-=======
-not a
->>>>>>> theirs
- Redis: {error}",
-            "Check host and port",
+            f"the server there is not a Redis: {error}",
+            "See whether host and port are right",
         )
     else:
-        message = f"Redis 
-<<<<<<< ours
-rejects this process's
-||||||| base
-refuses
-=======
-rejects
->>>>>>> theirs
- 
-<<<<<<< ours
-login
-||||||| base
-us
-=======
-this connection
->>>>>>> theirs
-: {error}"
+        message = f"Redis rejects this connection: {error}"
         fix = "Write user and password into the URL: redis://USER:PASSWORD@HOST:PORT/0"
     return ConfigError(message, where=redact_password(url), fix=fix)
 

@@ -51,13 +51,15 @@ def _decode_value(kind: Any, value: Any, where: str) -> Any:
 
 def _decode_record(kind: type[Any], value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
-        raise Refused(f"{where} is not an object", where=where, fix="Give its fields by name")
+        raise Refused(
+            f"{where} is not an object", where=where, fix="Give its fields by their names"
+        )
     hints = resolve_hints(kind)
     names = [field.name for field in fields(kind) if field.init]
     unknown = sorted(set(value) - set(names))
     if unknown:
         fix = f"Choose from {', '.join(names)}"
-        raise Refused(f"{where} has no field {', '.join(unknown)}", where=where, fix=fix)
+        raise Refused(f"{where} has no {', '.join(unknown)}", where=where, fix=fix)
     read = {name: _decode_value(hints[name], value[name], f"{where}.{name}") for name in value}
     try:
         return kind(**read)

@@ -28,15 +28,7 @@ async def check_job_is_feasible(state: StateClient, requirements: JobRequirement
     its model's code. A mesh without workers accepts all: workers are still joining.
     """
     if reason := explain_missing_isolation(await read_host_offers(state), requirements):
-        raise Refused(reason, fix="Run `meshrl doctor` on one of them 
-<<<<<<< ours
-to see
-||||||| base
-says
-=======
-lists
->>>>>>> theirs
- what it is missing")
+        raise Refused(reason, fix="`meshrl doctor` on one of them lists what it is missing")
     workers = await pool.read_workers(state)
     if not workers:
         return
@@ -66,7 +58,7 @@ def explain_missing_isolation(hosts: Sequence[PoolHost], requirements: JobRequir
         return ""
     details = "; ".join(f"{name} {reason}" for name, reason in sorted(reasons.items()))
     return (
-        f"the job runs the model's code in {TIER_DESCRIPTIONS[requirements.isolation_tier]} "
-        f"(sandbox.tier = {requirements.isolation_tier}), but no host that accepts sandboxes has "
-        f"it: {details}"
+        "the job runs code that the model wrote in "
+        f"{TIER_DESCRIPTIONS[requirements.isolation_tier]} (sandbox.tier = "
+        f"{requirements.isolation_tier}), and no host that accepts sandboxes has it: {details}"
     )
