@@ -203,12 +203,12 @@ class WeightReceiver:
         except StorageFull as error:
             if not self._has_warned_full:
                 self._mesh.telemetry.log.warning(
-                    "no room for weights: each process holds a copy", error=str(error)
+                    "no disk space for weights: each process holds its own copy", error=str(error)
                 )
             self._is_cache_full = self._has_warned_full = True
         except MeshError as error:  # each missing chunk raises its own error below
             self._is_cache_full = False
-            self._mesh.telemetry.log.info("weights are not kept", error=str(error))
+            self._mesh.telemetry.log.info("weights cannot be cached", error=str(error))
         return list(await self._map_chunks(image, cache, digests, rehash))
 
     async def _map_chunks(
@@ -278,7 +278,7 @@ class _ChunkMapper:
                 return True
             self.hashed_bytes += stat.st_size
             if not self.image.is_valid(digest):
-                raise CorruptData("a chunk is not what its name says", where=str(path))
+                raise CorruptData("a chunk does not match its digest", where=str(path))
             self.chunks.record_verified(digest, stat)
             if fresh:
                 self.image.release_pages(digest)

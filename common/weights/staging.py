@@ -155,7 +155,7 @@ def build_version(
     """
     pieces = sort_pieces(meta_tensors, staged)
     if missing := meta_tensors.keys() - {piece.name for piece in pieces}:
-        raise BadMessage(f"version {version}: nobody has staged {min(missing)}")
+        raise BadMessage(f"version {version}: no rank has staged {min(missing)}")
     check_pieces(pieces)
     published = {piece.name: TensorSpec(piece.dtype, tuple(piece.shape)) for piece in pieces}
     masters = {name: TensorSpec.from_tensor(tensor) for name, tensor in meta_tensors.items()}
@@ -179,4 +179,4 @@ async def stage_manifest(mesh: Mesh, version: StagedVersion) -> None:
     ref = mesh.ref(STORE_NAME)
     told = await retry(mesh.clock, lambda: ref.call(Weights.stage_version, version.manifest))
     if told != version.digest:
-        raise BadMessage(f"the store has a manifest as {told}, and not {version.digest}")
+        raise BadMessage(f"the store has the manifest {told} instead of {version.digest}")

@@ -81,11 +81,11 @@ class KeyAuthenticator:
             raise NotAllowed(
                 f"a process of role {role} may not {operation} chunks of {self._server_role}"
                 if role
-                else "this key is not let in any more",
+                else "this key is no longer admitted",
                 where=self._server_role,
                 fix=(
-                    "common/api/transfer/bulk_permissions.py says who may, `meshrl keys` whose "
-                    "keys are let in"
+                    "See common/api/transfer/bulk_permissions.py for the permitted roles; run "
+                    "`meshrl keys` to list the admitted keys"
                 ),
             )
 

@@ -143,7 +143,7 @@ class BulkChannel:
             with suppress(BlockingIOError):
                 received = self._socket.recv_into(buffer, most)
                 if received == 0:
-                    raise ConnectionError("the other end closed the connection")
+                    raise ConnectionError("the peer closed the connection")
                 yield from self._apply_rate(self._rates.down, received)
                 return received
 
@@ -166,7 +166,7 @@ class BulkChannel:
                 piece = min(most, ends - offset)
                 sent = os.sendfile(self._socket.fileno(), descriptor, offset, piece)
                 if sent == 0:
-                    raise FileTruncated("the file became shorter")
+                    raise FileTruncated("the file was truncated during the transfer")
                 offset += sent
                 self.sent_file_bytes += sent
                 yield from self._apply_rate(self._rates.up, sent)
@@ -207,7 +207,7 @@ class SealedChannel(BulkChannel):
         (length,) = _FRAME_LENGTH.unpack((yield from self._receive_buffered(_FRAME_LENGTH.size)))
         size = length - TAG_BYTES
         if not 0 < size <= min(FRAME_BYTES, len(buffer)):
-            raise HandshakeViolation(f"a frame of {size} bytes where {len(buffer)} are awaited")
+            raise HandshakeViolation(f"a frame has {size} bytes instead of {len(buffer)}")
         return self._receive_cipher.decrypt_into(
             (yield from self._receive_buffered(length)), buffer[:size]
         )
@@ -242,7 +242,7 @@ class SealedChannel(BulkChannel):
             room = memoryview(self._file_buffer)[: min(FRAME_BYTES, ends - offset)]
             read = os.preadv(descriptor, [room], offset)
             if read == 0:
-                raise FileTruncated("the file became shorter")
+                raise FileTruncated("the file was truncated during the transfer")
             offset += read
             yield from super().send(self._seal_frame(room[:read]))
             self.sent_file_bytes += read

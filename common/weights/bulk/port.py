@@ -137,7 +137,7 @@ class BulkClient:
             with self._make_session(entry, deadline_s, stall_s) as session:
                 content = session.fetch_chunk(digest, space)
             if compute_digest(content) != digest:
-                raise CorruptData(f"chunk {digest} arrived changed", where=entry.bulk)
+                raise CorruptData(f"chunk {digest} arrived corrupt", where=entry.bulk)
             return content
 
         return await self._run_request(entry, fetch, deadline_s)
@@ -179,9 +179,9 @@ class BulkClient:
         size = memoryview(content).nbytes
         if size > self._max_bytes:
             raise Refused(
-                f"a chunk of {size} bytes; the bulk port takes {self._max_bytes}",
+                f"a chunk has {size} bytes; the limit of the bulk port is {self._max_bytes}",
                 where=entry.bulk,
-                fix="Put it in pieces, as weights are",
+                fix="Split the data into pieces, as for weights",
             )
         chunks = await self.open_local_store(entry)
         if chunks is not None:
@@ -273,7 +273,7 @@ class BulkClient:
                             and writer.received_bytes + len(block) > expected_bytes
                         ):
                             where = str(chunks.directory)
-                            raise CorruptData("a chunk has another size there", where=where)
+                            raise CorruptData("the peer's chunk has another size", where=where)
                         writer.write(block)
                 if expected_bytes is None:
                     writer.verify_and_commit(entry.bulk)

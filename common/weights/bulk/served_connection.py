@@ -236,7 +236,9 @@ class ServedConnection:
                 else bulk_permissions.GET,
             )
             if (verb in _UPLOAD_VERBS or space) and not self._port_state.accepts_uploads:
-                raise NotAllowed("it gives chunks and takes none", fix="Ask the weight store")
+                raise NotAllowed(
+                    "this server accepts no chunks", fix="Send chunks to the weight store"
+                )
             self._chunks = (
                 self._port_state.chunks.open_space(space) if space else self._port_state.chunks
             )
@@ -300,9 +302,13 @@ class ServedConnection:
                 self._upload = PartialFile.for_chunk(self._chunks, digest)
             partial = self._upload
             if partial is None or (partial.digest, partial.received_bytes) != (digest, offset):
-                raise Refused(f"{digest} has not arrived up to byte {offset}", fix="Begin it again")
+                raise Refused(
+                    f"{digest} has not arrived up to byte {offset}", fix="Start the upload again"
+                )
             if offset + length > size:
-                raise BadMessage(f"bytes {offset} to {offset + length} of {size}")
+                raise BadMessage(
+                    f"the range {offset} to {offset + length} of {size} bytes is invalid"
+                )
         except MeshError as error:
             trouble = error
         while length:
@@ -322,7 +328,10 @@ class ServedConnection:
         assert partial is not None
         if partial.received_bytes == size:
             if not partial.is_valid:
-                raise BadMessage(f"what arrived is not {digest}", where=str(self._chunks.directory))
+                raise BadMessage(
+                    f"the received content does not match {digest}",
+                    where=str(self._chunks.directory),
+                )
             done = yield from self._run_task(DISK_WRITE, partial.commit)  # replaces a corrupt file
             if isinstance(done, MeshError):
                 raise done

@@ -252,7 +252,7 @@ def _open_listener(bind: str) -> socket.socket:
         except OSError as error:
             trouble = error
     raise ConfigError(
-        f"no port to serve chunks from: {trouble}",
+        f"no port is free to serve chunks: {trouble}",
         where=f"mesh.bind = {bind!r}",
-        fix="Take an address of this host, and * or a wider range of ports behind it",
+        fix="Set an address of this host, followed by * or a wider range of ports",
     )

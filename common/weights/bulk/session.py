@@ -48,8 +48,8 @@ RESPONSE_HEADER = struct.Struct("<BQQ")  # OK or FAILED, size of the whole chunk
 POSITION = struct.Struct("<Q")
 OK, FAILED = 0, 1
 HANDSHAKE_FIX = (
-    "It is of another mesh (`meshrl down` stops what is left), one of the keys was revoked "
-    "(`meshrl keys` lists whose are let in), or Redis has just not answered whose they are"
+    "Run `meshrl keys` to list the admitted keys, and `meshrl down` to stop leftovers of another "
+    "mesh. Redis may also have failed to answer the lookup of a key"
 )
 _POLL_FLAGS = {selectors.EVENT_READ: select.POLLIN, selectors.EVENT_WRITE: select.POLLOUT}
 
@@ -103,7 +103,9 @@ class BulkSession:
             )  # also limits a connection whose packets are dropped
             self._socket = socket.create_connection(place, timeout=timeout)
         except OSError as error:
-            raise PeerLost(f"no bulk port: {error}", where=self._endpoint) from error
+            raise PeerLost(
+                f"the bulk port is unreachable: {error}", where=self._endpoint
+            ) from error
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setblocking(False)
@@ -129,16 +131,16 @@ class BulkSession:
                 self._run_steps(self._channel.receive_exactly(proof.challenge_bytes))
             )
         except TimeoutError:
-            raise DeadlineExceeded("a bulk port says nothing", where=self._endpoint) from None
+            raise DeadlineExceeded("the bulk port does not answer", where=self._endpoint) from None
         except OSError as error:
             raise HandshakeFailed(
-                f"keys? A bulk port does not let this process in: {error}",
+                f"wrong keys: the bulk port rejects this process: {error}",
                 where=self._endpoint,
                 fix=HANDSHAKE_FIX,
             ) from error
         if answer is None:
             raise HandshakeFailed(
-                "keys? Another program has taken a bulk port",
+                "wrong keys: another program may have taken the bulk port",
                 where=self._endpoint,
                 fix=HANDSHAKE_FIX,
             )
@@ -172,7 +174,9 @@ class BulkSession:
         with self._open_request(GET, digest, 0, self._max_bytes, 0, space):
             size, length = self._receive_header()
             if size > self._max_bytes:
-                raise BadMessage(f"an answer of {size} bytes", where=self._endpoint)
+                raise BadMessage(
+                    f"an answer has {size} bytes, over the limit", where=self._endpoint
+                )
             return self._receive_exactly(length)
 
     def fetch_range(
@@ -193,12 +197,17 @@ class BulkSession:
         with self._open_request(GET, digest, offset, length, 0, space):
             size, left = self._receive_header()
             if left > length:
-                raise BadMessage(f"{left} bytes for {length}", where=self._endpoint)
+                raise BadMessage(f"{left} bytes arrived instead of {length}", where=self._endpoint)
             if expected_bytes is not None and (
                 size != expected_bytes or left != min(length, expected_bytes - offset)
             ):
-                said = f"{left} bytes from {offset} of {size}, for {length} of {expected_bytes}"
-                raise CorruptData(f"a chunk has another size there: {said}", where=self._endpoint)
+                said = (
+                    f"{left} bytes from {offset} of {size} arrived, instead of {length} of "
+                    f"{expected_bytes}"
+                )
+                raise CorruptData(
+                    f"the peer's chunk has another size: {said}", where=self._endpoint
+                )
             room = memoryview(bytearray(min(left, MAX_PIECE_BYTES)))
             while left:
                 received = self._run_steps(self._channel.receive(room[: min(left, len(room))]))
@@ -233,7 +242,7 @@ class BulkSession:
         except TimeoutError:
             raise DeadlineExceeded("a transfer took too long", where=self._endpoint) from None
         except OSError as error:
-            raise PeerLost(f"a transfer broke off: {error}", where=self._endpoint) from error
+            raise PeerLost(f"a transfer was interrupted: {error}", where=self._endpoint) from error
 
     def _receive_header(self) -> tuple[int, int]:
         status, size, length = RESPONSE_HEADER.unpack(self._receive_exactly(RESPONSE_HEADER.size))
@@ -247,7 +256,7 @@ class BulkSession:
 
     def _receive_exactly(self, length: int) -> bytes:
         if length > self._max_bytes:
-            raise BadMessage(f"an answer of {length} bytes", where=self._endpoint)
+            raise BadMessage(f"an answer has {length} bytes, over the limit", where=self._endpoint)
         return self._run_steps(self._channel.receive_exactly(length))
 
     def _run_steps(self, steps: IoSteps[T]) -> T:

@@ -173,7 +173,9 @@ class FileTransfer:
                     return
                 (at,) = POSITION.unpack(session.request(PARTIAL_SIZE, digest))
                 if at > size:
-                    raise BadMessage(f"{at} bytes are there of {size}", where=str(path))
+                    raise BadMessage(
+                        f"the receiver has {at} bytes of a file of {size}", where=str(path)
+                    )
                 while True:
                     length = min(self._part_bytes, size - at)
                     session.put_range(digest, file, at, length, size)
@@ -218,4 +220,4 @@ class FileTransfer:
         finally:
             self._session = None
         if self._stopped.is_set():  # the session may be broken
-            raise PeerLost("a transfer was broken off")
+            raise PeerLost("a transfer was cancelled")

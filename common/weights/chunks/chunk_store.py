@@ -43,7 +43,7 @@ from meshrl.common.base.files.disk_sync import fdatasync, fsync, fsync_path
 from meshrl.common.weights.chunks.verified_files import RECORD_FILE, VerifiedFiles
 
 BLOCK_BYTES = 1 << 20  # of a chunk in memory at a time
-CORRUPTION_REASON = "it is not what its name says"  # why a chunk is reported as corrupt
+CORRUPTION_REASON = "its content does not match its digest"  # why a chunk is reported as corrupt
 READ_ONLY_MODE = 0o400  # of a committed chunk; the owner can change the mode anyway
 COPY_BLOCK_BYTES = 8 << 20  # of a file copied to another file system
 MAX_UNSYNCED_BYTES = 256 << 20  # of a copy, in memory only
@@ -62,7 +62,7 @@ def make_write_error(error: OSError, path: Path) -> MeshError:
     """Return the MeshError for an OSError of a write."""
     if error.errno in _DISK_FULL_ERRNOS:
         return StorageFull(
-            f"no room for {path.name}", where=str(path.parent), fix="Free some space"
+            f"the disk has no space for {path.name}", where=str(path.parent), fix="Free disk space"
         )
     return MeshError(f"cannot write: {error}", where=str(path))
 
@@ -262,7 +262,7 @@ class ChunkStore:
         with self.open(digest) as file:
             content = file.read()
         if compute_digest(content) != digest:
-            raise CorruptData("a chunk is not what its name says", where=file.name)
+            raise CorruptData("a chunk does not match its digest", where=file.name)
         return content
 
     def open(self, digest: str) -> BinaryIO:
@@ -375,7 +375,7 @@ class ChunkStore:
                     hashed.update(block)
                     write(block)
                 if hashed.hexdigest() != digest:
-                    raise BadMessage("a file was changed as it was read", where=str(path))
+                    raise BadMessage("a file was changed during the read", where=str(path))
         return digest
 
     def import_file(

@@ -95,7 +95,7 @@ class PartialFile:
 
     def _require_scratch(self) -> ScratchFile:
         if self._is_discarded:
-            raise Refused("nobody waits for this transfer any more")
+            raise Refused("no process waits for this transfer")
         if self._scratch is None:
             self._scratch = self._open_scratch()
         return self._scratch
@@ -138,7 +138,7 @@ class PartialFileWriter:
         with self._require_ownership():
             if not self._partial.is_valid:
                 self._partial.reset()
-                raise CorruptData(f"chunk {self.digest} arrived changed", where=where)
+                raise CorruptData(f"chunk {self.digest} arrived corrupt", where=where)
             self._partial.commit()
 
     def release(self) -> None:
@@ -150,7 +150,7 @@ class PartialFileWriter:
     def _require_ownership(self) -> Iterator[None]:
         with self._partial._lock:
             if self._partial._current_writer is not self:
-                raise Refused("nobody waits for this transfer any more")
+                raise Refused("no process waits for this transfer")
             yield
 
     def __enter__(self) -> PartialFileWriter:

@@ -118,9 +118,13 @@ def decode_delta(blob: bytes | memoryview, chunk_bytes: int) -> DecodedDelta:
             or width not in ELEMENT_WIDTHS
             or gap_bytes not in (NARROW_GAP_BYTES, WIDE_GAP_BYTES)
         ):
-            raise BadMessage("no delta of this format", fix="Use the same MeshRL everywhere")
+            raise BadMessage(
+                "the delta has another format", fix="Install the same MeshRL version on all hosts"
+            )
         if elements * width != chunk_bytes:
-            raise BadMessage(f"a delta for {elements * width} bytes, and a chunk of {chunk_bytes}")
+            raise BadMessage(
+                f"a delta is for {elements * width} bytes, but the chunk has {chunk_bytes}"
+            )
         if changed > compute_max_changed(chunk_bytes, width):
             raise BadMessage(f"a delta changes {changed} of {elements} elements")
         lengths = [
@@ -128,10 +132,10 @@ def decode_delta(blob: bytes | memoryview, chunk_bytes: int) -> DecodedDelta:
             for plane in range(gap_bytes + width)
         ]
     except struct.error as error:
-        raise BadMessage(f"a delta is cut short: {error}") from error
+        raise BadMessage(f"a delta is truncated: {error}") from error
     at = _HEADER.size + _FRAME_LENGTH.size * len(lengths)
     if at + sum(lengths) != len(view):
-        raise BadMessage(f"a delta has {len(view)} bytes, its head says otherwise")
+        raise BadMessage(f"a delta has {len(view)} bytes, but its header gives another size")
     planes = []
     for length in lengths:
         planes.append(_decode_plane(view[at : at + length], changed))
@@ -171,7 +175,7 @@ def apply_delta(
         write(block.data)
     if hashed.hexdigest() != digest:
         raise CorruptData(
-            f"a delta made {hashed.hexdigest()} instead of chunk {digest}",
+            f"a delta produced {hashed.hexdigest()} instead of chunk {digest}",
             fix="the chunk is pulled in full",
         )
 
@@ -197,7 +201,7 @@ def _decode_plane(frame: memoryview, size_bytes: int) -> NDArray[np.uint8]:
             raise BadMessage(f"a plane of a delta has {told} bytes instead of {size_bytes}")
         content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size_bytes or 1)
     except zstandard.ZstdError as error:
-        raise BadMessage(f"a plane of a delta cannot be read: {error}") from error
+        raise BadMessage(f"a plane of a delta cannot be decoded: {error}") from error
     return np.frombuffer(content, np.uint8)
 
 

@@ -68,10 +68,10 @@ async def acknowledge_version(mesh: Mesh, manifest: Manifest, digest: str) -> No
     target = VersionRef(manifest.lineage, manifest.version, digest)
     told = VersionAcknowledgement(mesh.settings.host, target, manifest.job)
     try:
-        async with mesh.clock.timeout(ACKNOWLEDGE_TIMEOUT_S, "a version to be acknowledged"):
+        async with mesh.clock.timeout(ACKNOWLEDGE_TIMEOUT_S, "the acknowledgement of a version"):
             await mesh.ref(STORE_NAME).call(Weights.acknowledge_version, told)
     except MeshError as error:
-        mesh.telemetry.log.warning("a version is not acknowledged", error=str(error))
+        mesh.telemetry.log.warning("a version cannot be acknowledged", error=str(error))
 
 
 class _DeltaReceiver:
@@ -168,7 +168,7 @@ class _DeltaReceiver:
             await chunk_cache.free_space(mesh, self._target_store, room, needed)
         except MeshError as error:
             self._is_stalled = self._is_stalled or isinstance(error, DeadlineExceeded)
-            mesh.telemetry.log.warning("deltas are left out", blob=blob_digest, error=str(error))
+            mesh.telemetry.log.warning("deltas are skipped", blob=blob_digest, error=str(error))
             return
         await asyncio.gather(*(self._apply(delta, memoryview(blob)) for delta in deltas))
 
@@ -189,11 +189,11 @@ class _DeltaReceiver:
         except (BadMessage, CorruptData) as error:
             mesh.telemetry.count("deltas_refused")
             mesh.telemetry.log.warning(
-                "a delta is refused", chunk=delta.new_chunk, error=str(error)
+                "a delta is rejected", chunk=delta.new_chunk, error=str(error)
             )
         except MeshError as error:
             mesh.telemetry.log.warning(
-                "a delta is left out", chunk=delta.new_chunk, error=str(error)
+                "a delta is skipped", chunk=delta.new_chunk, error=str(error)
             )
         else:
             self.made_chunks.add(delta.new_chunk)

@@ -102,7 +102,7 @@ class DeltaSender:
         anchors, host = self._config.delta_anchors, self._mesh.settings.host
         asked = BeginDelta(self._job, target, anchors, part, parts, host)
         try:
-            async with self._mesh.clock.timeout(REQUEST_TIMEOUT_S, "deltas to be asked for"):
+            async with self._mesh.clock.timeout(REQUEST_TIMEOUT_S, "the request for deltas"):
                 bases = (await self._mesh.ref(STORE_NAME).call(Weights.begin_deltas, asked)).bases
         except MeshError as error:
             self._record_failure(error)
@@ -145,7 +145,7 @@ class DeltaSender:
             telemetry.log.warning("no delta", error=str(error))
             return
         self._last_error = f"{type(error).__name__}: {error}"
-        then = "versions go in full"
+        then = "versions are sent in full"
         telemetry.log.error("no delta", error=self._last_error, then=then, exc_info=error)
 
     def stats(self) -> dict[str, str]:

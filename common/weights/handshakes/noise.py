@@ -80,7 +80,7 @@ class NoiseCipher:
             return self._aead.decrypt_into(nonce, sealed, associated_data, output)
         except InvalidTag:
             raise HandshakeViolation(
-                "bytes that were not sealed with this key, or in another order"
+                "the bytes are not sealed with this key, or arrived in another order"
             ) from None
 
     def _next_nonce(self) -> bytes:

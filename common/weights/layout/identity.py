@@ -86,7 +86,7 @@ class MerkleTree:
         there = [one for one in self._partial_leaves.items() if leaf <= one[0] < leaf + LEAF_BYTES]
         for begin, held in there:
             if begin < offset + len(piece) and offset < begin + len(held):
-                raise BadMessage(f"bytes {offset} of a tensor are there twice")
+                raise BadMessage(f"a tensor has two pieces at byte {offset}")
             if begin + len(held) == offset:
                 offset, piece = begin, held + piece
                 del self._partial_leaves[begin]
@@ -96,14 +96,14 @@ class MerkleTree:
         if len(piece) == LEAF_BYTES:
             self._add_node(offset, LEAF_BYTES, _hash_leaf(piece))
         elif leaf in self._nodes:
-            raise BadMessage(f"bytes {offset} of a tensor are there twice")
+            raise BadMessage(f"a tensor has two pieces at byte {offset}")
         else:
             self._partial_leaves[offset] = piece
 
     def _add_node(self, offset: int, size: int, digest: bytes) -> None:
         """Add a subtree and merge it with its sibling while there is one."""
         if offset in self._nodes:
-            raise BadMessage(f"bytes {offset} of a tensor are there twice")
+            raise BadMessage(f"a tensor has two pieces at byte {offset}")
         while (sibling := self._nodes.get(offset ^ size, (0, b"")))[0] == size:
             del self._nodes[offset ^ size]
             left, right = (sibling[1], digest) if offset & size else (digest, sibling[1])
@@ -115,7 +115,7 @@ class MerkleTree:
         view, at = memoryview(packed), 0
         while at < len(view):
             if len(view) - at < _PART_HEADER.size:
-                raise BadMessage("parts of a tensor's identity are cut short")
+                raise BadMessage("the parts of a tensor's identity are truncated")
             offset, size = _PART_HEADER.unpack_from(view, at)
             at += _PART_HEADER.size
             length = size if size < LEAF_BYTES else DIGEST_BYTES
@@ -124,7 +124,7 @@ class MerkleTree:
             whole = size >= LEAF_BYTES
             fits = offset % size == 0 and (size // LEAF_BYTES).bit_count() == 1 if whole else size
             if not fits or (whole and size % LEAF_BYTES) or len(content) != length:
-                raise BadMessage(f"{size} bytes at {offset} are no part of a tensor's identity")
+                raise BadMessage(f"{size} bytes at {offset} are not part of a tensor's identity")
             if whole:
                 self._add_node(offset, size, bytes(content))
             else:
@@ -147,19 +147,19 @@ class MerkleTree:
         if size_bytes % LEAF_BYTES:
             part = self._partial_leaves.get(last, b"")
             if len(part) != size_bytes - last:
-                raise BadMessage(f"a tensor of {size_bytes} bytes has not all of its rows")
+                raise BadMessage(f"a tensor of {size_bytes} bytes lacks some rows")
             nodes[last] = LEAF_BYTES, _hash_leaf(part)
         if len(self._partial_leaves) != bool(size_bytes % LEAF_BYTES):
-            raise BadMessage(f"a tensor of {size_bytes} bytes has rows in pieces")
+            raise BadMessage(f"a tensor of {size_bytes} bytes has split rows")
         peaks, at = list[bytes](), 0
         while at < size_bytes:
             length, digest = nodes.pop(at, (0, b""))
             if not length:
-                raise BadMessage(f"a tensor of {size_bytes} bytes lacks those from {at} on")
+                raise BadMessage(f"a tensor of {size_bytes} bytes lacks the rows from {at} on")
             peaks.append(digest)
             at += length
         if nodes:
-            raise BadMessage(f"a tensor of {size_bytes} bytes has more of them")
+            raise BadMessage(f"a tensor of {size_bytes} bytes has too many rows")
         if not peaks:
             return _hash_leaf(b"").hex()
         found = peaks.pop()

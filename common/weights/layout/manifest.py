@@ -47,7 +47,7 @@ def decode_manifest(content: bytes | memoryview, where: str = "") -> Manifest:
     found = check_manifest(unpack(Manifest, content))
     plain = replace(found, sha256="")
     if hashlib.sha256(pack(plain)).hexdigest() != found.sha256:
-        raise CorruptData("a manifest is not what its sha256 says", where=where)
+        raise CorruptData("a manifest does not match its SHA-256", where=where)
     return found
 
 
@@ -58,10 +58,12 @@ def check_manifest(manifest: Manifest) -> Manifest:
         BadMessage: It has another format, or its pieces do not cover its tensors.
     """
     if any(piece.end < 0 for piece in manifest.tensors):  # format 1: its pieces have no ranges
-        fix = "finish the run with the version of the software that began it"
-        raise BadMessage(f"a manifest of format 1; this is format {FORMAT}", fix=fix)
+        fix = "Finish the run with the MeshRL version that started it"
+        raise BadMessage(f"the manifest has format 1; this version reads format {FORMAT}", fix=fix)
     if manifest.format > FORMAT:
-        raise BadMessage(f"a manifest of format {manifest.format}", fix="Use a newer MeshRL")
+        raise BadMessage(
+            f"the manifest has the unknown format {manifest.format}", fix="Use a newer MeshRL"
+        )
     check_pieces(manifest.tensors)
     return manifest
 
@@ -122,7 +124,7 @@ def check_pieces(tensors: Iterable[TensorPiece]) -> None:
         for piece in pieces:
             alike = (piece.dtype, piece.shape, piece.dim) == (first.dtype, first.shape, first.dim)
             if not alike or piece.begin != at or piece.end < piece.begin:
-                raise BadMessage(f"the pieces of tensor {name} of a manifest do not follow")
+                raise BadMessage(f"the pieces of tensor {name} of a manifest are not contiguous")
             if (
                 piece.size_bytes != (piece.end - piece.begin) * get_element_bytes(piece)
                 or piece.offset < 0

@@ -262,7 +262,7 @@ def open_verified_image(chunks: ChunkStore, digest: str) -> VersionImage:
         with chunks.open(chunk) as file:
             image.map_chunk(chunk, file.fileno(), file.name)
         if not image.is_valid(chunk):
-            raise CorruptData("a chunk is not what its name says", where=file.name)
+            raise CorruptData("a chunk does not match its digest", where=file.name)
     return image
 
 

@@ -127,7 +127,9 @@ class _ChunkPull:
                 await self._tracker_session.find_server()
                 await self._tracker_session.close()
             except MeshError as error:
-                self._mesh.telemetry.log.info("the store is not told", error=str(error))
+                self._mesh.telemetry.log.info(
+                    "the weight store cannot be notified", error=str(error)
+                )
             return self._result
         size = sum(one.size_bytes for one in self._missing.values())
         await chunk_cache.free_space(self._mesh, self._target_store, size, needed_chunks)
@@ -195,7 +197,7 @@ class _ChunkPull:
             fetched = task.result()
         except asyncio.CancelledError:
             self._record_failure(
-                stream, PeerLost("it is far slower than others were", where=source)
+                stream, PeerLost("the transfer is far slower than others", where=source)
             )
         except (NotFound, CorruptData) as error:
             self._tracker_session.add_failure(chunk, source, is_gone=True)

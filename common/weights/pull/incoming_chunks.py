@@ -89,7 +89,7 @@ class IncomingChunks:
         """Raise CorruptData if the source's data is corrupt, PeerLost if another source or transit
         may be.
         """
-        changed = f"chunk {chunk} arrived changed"
+        changed = f"chunk {chunk} arrived corrupt"
         if not is_only_source:
             raise PeerLost(changed, where=source)
         if source == STORE_NAME:

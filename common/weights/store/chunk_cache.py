@@ -97,9 +97,9 @@ async def free_space(
         raise make_write_error(error, chunks.directory) from error
     if not made:
         raise StorageFull(
-            f"no room for {wanted_bytes} bytes of weights beside what the disk must keep free",
+            f"the disk has no space for {wanted_bytes} bytes of weights beyond its reserve",
             where=str(chunks.directory),
-            fix=f"Free some space, or give the host a larger cache than "
+            fix="Free disk space, or raise the host's cache limit of "
             f"{mesh.settings.chunks_bytes} bytes",
         )
 
@@ -183,7 +183,7 @@ async def _save_chunk(
         kept = await mesh.host.run_blocking(write, deadline_s=IO_TIMEOUT_S)
     except (MeshError, OSError) as error:
         kept = False
-        mesh.telemetry.log.warning("a chunk is not kept", chunk=digest, error=str(error))
+        mesh.telemetry.log.warning("a chunk cannot be cached", chunk=digest, error=str(error))
     if not kept:
         mesh.telemetry.count("chunks_not_kept")
 

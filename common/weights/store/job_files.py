@@ -86,7 +86,7 @@ async def _look_up_run_host(mesh: Mesh) -> RunHost | None:
     found = await run_host.read_run_host(mesh.state)
     if found is None and mesh.settings.joinable:
         raise ServiceUnavailable(
-            "nobody has said where runs are at home", fix="the head is being started"
+            "the run host is not registered", fix="Wait until the head has started"
         )
     return found
 
@@ -154,7 +154,7 @@ async def find_local_modules(mesh: Mesh, modules: str, bundle_digest: str) -> st
     if await mesh.host.run_blocking(
         _find_missing_folders, directory, {MODULES}, deadline_s=IO_TIMEOUT_S
     ):
-        raise ServiceUnavailable(f"{directory / MODULES} is not fetched yet", where=mesh.name)
+        raise ServiceUnavailable(f"{directory / MODULES} has not been fetched yet", where=mesh.name)
     return str(directory / MODULES)
 
 
@@ -214,7 +214,7 @@ def _find_missing_folders(directory: Path, folders: set[str]) -> set[str]:
 async def _fetch_lock(mesh: Mesh, directory: Path) -> AsyncIterator[None]:
     descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        what = f"a bundle that another process fetches to {directory}"
+        what = f"a bundle, which another process fetches to {directory}"
         with mesh.wait(what, on=f"node/{mesh.settings.host}"):
             async with mesh.clock.timeout(FETCH_TIMEOUT_S, what):
                 while not try_lock(descriptor):

@@ -35,7 +35,9 @@ async def look_up_store(mesh: Mesh) -> registry.RegistryEntry:
     """Return the weight store's registry entry. ServiceUnavailable: it has no live lease."""
     entry = await registry.lookup(mesh.state, STORE_NAME)
     if entry is None or not entry.alive:
-        raise ServiceUnavailable("the weight store has no live lease", fix="it is being restarted")
+        raise ServiceUnavailable(
+            "the weight store has no live lease", fix="Wait until the weight store has restarted"
+        )
     return entry
 
 
@@ -168,7 +170,7 @@ async def publish_files(mesh: Mesh, request: FilePublication) -> dict[str, str]:
     It takes as long as copying them, unless they are on the store's disk. NotFound, CorruptData.
     """
     store = mesh.ref(STORE_NAME)
-    with mesh.wait(f"files of {request.job} to be published", on=STORE_NAME):
+    with mesh.wait(f"the publication of files of {request.job}", on=STORE_NAME):
         while True:
             answer = await retry(mesh.clock, lambda: store.call(Weights.publish_files, request))
             if answer.is_complete:
@@ -180,7 +182,7 @@ async def assemble_checkpoint(mesh: Mesh, request: CheckpointAssembly) -> None:
     chunks.
     """
     store = mesh.ref(STORE_NAME)
-    with mesh.wait(f"checkpoint {request.name} to be laid out", on=STORE_NAME):
+    with mesh.wait(f"the assembly of checkpoint {request.name}", on=STORE_NAME):
         while not await retry(mesh.clock, lambda: store.call(Weights.assemble_checkpoint, request)):
             pass
 
@@ -194,7 +196,7 @@ async def _verify_in_store(mesh: Mesh, digest: str, kind: str, job: str, space: 
     if await mesh.ref(STORE_NAME).call(
         Weights.verify_chunk, ChunkVerification(digest, kind, job, space)
     ):
-        raise PeerLost(f"chunk {digest} arrived changed", where=STORE_NAME) from None
+        raise PeerLost(f"chunk {digest} arrived corrupt", where=STORE_NAME) from None
 
 
 async def fetch_checkpoint(

@@ -50,7 +50,7 @@ def choose_gloo_interface(settings: MeshSettings) -> dict[str, str]:
     host = parse_advertised_host(settings.bind).strip("[]")
     if parse_listen_address(settings.bind, "mesh.bind")[0] in WILDCARD_HOSTS:
         raise Refused(
-            "it cannot be told by which interface others reach this host",
+            "the network interface of this host cannot be determined",
             where="mesh.bind",
             fix="Set `interface` in mesh.toml, or GLOO_SOCKET_IFNAME",
         )
@@ -83,7 +83,7 @@ class BroadcastGroup:
         """
         known = PrefixStore(self._sender.group, store)
         about = known, self._plan.rank, self._plan.world_size
-        with _as_peer_lost(f"the group of {self._plan.world_size} did not meet"):
+        with _as_peer_lost(f"the rendezvous of {self._plan.world_size} members failed"):
             if self._plan.backend == "nccl":
                 os.environ.update(NCCL_ENVIRONMENT)
                 options: Any = dist.ProcessGroupNCCL.Options()
@@ -112,7 +112,7 @@ class BroadcastGroup:
         moving: deque[tuple[Any, torch.Tensor]] = deque()
         for tensor in tensors:
             self.check_not_stopped()
-            with _as_peer_lost("a broadcast of weights did not begin"):
+            with _as_peer_lost("a broadcast of weights did not start"):
                 moving.append((self._group.broadcast([tensor], self._options), tensor))
             if len(moving) >= MAX_IN_FLIGHT:
                 yield self._wait_for_work(*moving.popleft())
@@ -127,7 +127,7 @@ class BroadcastGroup:
     def check_not_stopped(self) -> None:
         """Raise PeerLost once this member was stopped."""
         if self._stopped:
-            raise PeerLost("the broadcast was ended")
+            raise PeerLost("the broadcast was stopped")
 
     def stop(self) -> None:
         """Stop this member, also while it waits for others; callable from any thread."""
@@ -142,7 +142,7 @@ def _as_peer_lost(message: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch raises subtypes of it for lost members
-        raise PeerLost(f"{message}: {error}", fix="The rest is pulled") from error
+        raise PeerLost(f"{message}: {error}", fix="Wait: the missing chunks are pulled") from error
 
 
 class CollectiveTransport:
@@ -190,7 +190,7 @@ class CollectiveTransport:
         ]
         wait = timedelta(seconds=plan.max_wait_s)
         try:
-            with _as_peer_lost("nobody is where a broadcast was to be"):
+            with _as_peer_lost("no sender is at the rendezvous of a broadcast"):
                 meeting = plan.rendezvous_url, plan.world_size, wait
                 store = await run(open_rendezvous_store, *meeting, deadline_s=2 * plan.max_wait_s)
             receiving = (run(part.run, store, deadline_s=BROADCAST_TIMEOUT_S) for part in parts)

@@ -41,11 +41,11 @@ def open_listener(address: str, ports: range) -> socket.socket:
             first = first or error
     span = f"{ports[0]} to {ports[-1]}" if len(ports) > 1 else str(ports[0])
     raise NoRendezvousPort(
-        f"ranks of other hosts have no port to meet at: {span} of {address} cannot be listened at, "
-        f"the first one because of: {first}",
+        f"no rendezvous port for ranks of other hosts: all of {span} of {address} fail, the first "
+        f"with: {first}",
         where=f"{address}:{ports[0]}-{ports[-1]}",
-        fix="Give the host more ports, `--listen HOST:FIRST-LAST` of `meshrl up` or `meshrl join`; "
-        "or free one of these (`ss -tlnp`)",
+        fix="Set a wider port range with `--listen HOST:FIRST-LAST` of `meshrl up` or `meshrl "
+        "join`; or free one of these ports (`ss -tlnp`)",
     )
 
 

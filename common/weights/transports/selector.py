@@ -67,11 +67,11 @@ class TransportSelector:
         now = self._record_of(usual).predict_s(size_bytes)
         others = [way for way in available if way != usual]
         if not others:
-            return TransportChoice(usual, "no other way is possible", now)
+            return TransportChoice(usual, "no other transport is available", now)
         if size_bytes < MIN_MEASURED_BYTES:
-            return TransportChoice(usual, "too little to gain by another way", now)
+            return TransportChoice(usual, "the size is too small for a gain", now)
         if now is None or self._record_of(usual).count < MIN_MEASUREMENTS:
-            return TransportChoice(usual, f"how fast {usual} is, is not known yet", now)
+            return TransportChoice(usual, f"the rate of {usual} is unknown", now)
         awake = [way for way in others if self._record_of(way).cooldown_until < self.choice_count]
         for way in awake:
             if not self._record_of(way).count:
@@ -88,8 +88,10 @@ class TransportSelector:
         for way in others:
             known, then = self._record_of(way), self._record_of(way).predict_s(size)
             rests = known.cooldown_until - self.choice_count
-            told = f"{then:.3g} s by {way}" if then is not None else f"{way} is not known"
-            said.append(told + (f", which rests for {rests} versions more" if rests >= 0 else ""))
+            told = f"{then:.3g} s by {way}" if then is not None else f"the rate of {way} is unknown"
+            said.append(
+                told + (f", which is paused for {rests} more versions" if rests >= 0 else "")
+            )
         return f"{now:.3g} s are predicted, " + "; ".join(said)
 
     def record_success(self, choice: TransportChoice, size_bytes: int, duration_s: float) -> str:
@@ -105,14 +107,14 @@ class TransportSelector:
         told = f"it took {duration_s:.3g} s instead of {choice.replaced_predicted_s:.3g} s"
         if duration_s <= (1 - MIN_ACTUAL_GAIN) * choice.replaced_predicted_s:
             self.current_transport, known.consecutive_failures = choice.transport, 0
-            return f"{told}: it stays"
+            return f"{told}: kept"
         self._start_cooldown(choice.transport)
         return f"{told}: undone"
 
     def record_failure(self, choice: TransportChoice, reason: str) -> str:
         """Record that the chosen transport left chunks missing; return the consequence as text."""
         self._start_cooldown(choice.transport)
-        return f"it failed ({reason}), and rests"
+        return f"it failed ({reason}) and is paused"
 
     def rates_bytes_per_s(self) -> Mapping[str, float]:
         """Return the measured rates by transport."""

@@ -74,7 +74,7 @@ class VersionFetcher:
         plain = self._pull_transport.name
         if self._mode == "pull" or self._mode in self._transports:
             asked = plain if self._mode == "pull" else self._mode
-            choice = TransportChoice(asked, "rollout.weights says so")
+            choice = TransportChoice(asked, "set by rollout.weights")
         else:
             bound = self._mesh.settings.rate_up or self._mesh.settings.rate_down
             fast = (
@@ -95,7 +95,7 @@ class VersionFetcher:
             lacking = await run(version.find_still_missing, target_store, deadline_s=IO_TIMEOUT_S)
             left = replace(version, missing=lacking)
             if lacking and not why:
-                why = f"{len(lacking)} of {len(version.missing)} chunks"
+                why = f"{len(lacking)} of {len(version.missing)} chunks are missing"
         took_s = clock.monotonic() - began
         if why:
             verdict = self.selector.record_failure(choice, why)

@@ -106,7 +106,7 @@ class CorruptVersion(Mapping[str, Tensor]):
     """Weight version with a chunk that is found corrupt when it is read."""
 
     def __getitem__(self, name: str) -> Tensor:
-        raise CorruptData("a chunk is not what its name says")
+        raise CorruptData("a chunk does not match its digest")
 
     def __iter__(self) -> Iterator[str]:
         return iter(["embedding"])

@@ -89,7 +89,7 @@ async def test_full_disk_rejects_a_record_and_keeps_earlier_ones(
 ) -> None:
     file = SimulatedHost(clock, random, disk_bytes=10).open_append(tmp_path / "segment")
     file.write(b"12345678")
-    with pytest.raises(StorageFull, match="no room for 3 bytes after 8"):
+    with pytest.raises(StorageFull, match="no space for 3 bytes after 8"):
         file.write(b"abc")
     file.write(b"90")
     assert file.tell() == 10

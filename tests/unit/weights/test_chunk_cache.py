@@ -178,7 +178,9 @@ async def test_version_beyond_the_free_cache_space_evicts_nothing(hosts: Hosts) 
                 and image._copied_chunks
                 and image._copied_chunks.isdisjoint(version_chunks)
             )
-    [warning] = [line for line in lines if line["event"].startswith("no room for weights: each")]
+    [warning] = [
+        line for line in lines if line["event"].startswith("no disk space for weights: each")
+    ]
     assert warning["log_level"] == "warning"
 
 

@@ -100,7 +100,7 @@ async def test_modified_file_is_hashed_again(hosts: Hosts) -> None:
     first = path.read_bytes()[0]
     with path.open("r+b") as file:
         file.write(bytes([first ^ 1]))
-    with pytest.raises(CorruptData, match="not what its name says"):
+    with pytest.raises(CorruptData, match="not match its digest"):
         await receiver.receive(hosts.digest)
     assert not hosts.store.has(corrupt_digest)  # the store has quarantined it
     with pytest.raises(NotFound):
@@ -153,7 +153,9 @@ async def test_host_without_cache_space_warns_once(hosts: Hosts) -> None:
         for _ in range(3):
             image = await receiver.receive(hosts.digest)
             assert is_complete(image) and image._copied_chunks
-    [warning] = [line for line in lines if line["event"].startswith("no room for weights: each")]
+    [warning] = [
+        line for line in lines if line["event"].startswith("no disk space for weights: each")
+    ]
     assert warning["log_level"] == "warning"
 
 

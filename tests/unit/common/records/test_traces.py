@@ -109,7 +109,7 @@ def test_truncated_record_is_rejected(drawn_rows: list, length: int) -> None:  #
 def test_unknown_format_is_rejected_by_name() -> None:
     content = bytearray(encode_token_rows(make_single_tokens(1, 9)))
     content[0] += 1
-    with pytest.raises(BadMessage, match="format 2; this is format 1"):
+    with pytest.raises(BadMessage, match="format 2; this version reads format 1"):
         decode_token_rows(bytes(content))
 
 

@@ -191,7 +191,7 @@ def test_manifest_of_an_earlier_format_is_rejected() -> None:
     ]
     with pytest.raises(BadMessage, match="format 1") as error:
         decode_manifest(pack(Manifest("job", 0, 1, old_pieces)))
-    assert "the version of the software that began it" in error.value.fix
+    assert "the MeshRL version that started it" in error.value.fix
 
 
 @pytest.mark.parametrize(

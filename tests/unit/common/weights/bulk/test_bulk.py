@@ -110,7 +110,7 @@ async def test_oversized_chunk_is_rejected_at_once(join: Join, tmp_path: Path, h
         chunks, SystemHost(), "tcp://127.0.0.1:*", authenticator=authenticator, max_bytes=1000
     )
     client = BulkClient(await join("client", settings=SETTINGS), max_bytes=1000)
-    with pytest.raises(Refused, match="1001 bytes; the bulk port takes 1000") as refused:
+    with pytest.raises(Refused, match="1001 bytes; the limit of the bulk port is 1000") as refused:
         await client.put_chunk(entry(server, host), bytes(1001))
     assert not refused.value.retryable and "in pieces" in refused.value.fix
     digest = await client.put_chunk(entry(server, host), bytes(1000))
@@ -391,7 +391,7 @@ def test_server_takes_a_free_port_of_its_range(tmp_path: Path) -> None:
     first_port = int(first.address.partition("#")[0].rpartition(":")[2])
     servers = [first]
     try:
-        with pytest.raises(ConfigError, match="no port to serve chunks from"):
+        with pytest.raises(ConfigError, match="no port is free to serve chunks"):
             start_server(str(first_port))
         servers.append(start_server(f"{first_port}-{min(first_port + 20, 65535)}"))
         second_port = int(servers[1].address.partition("#")[0].rpartition(":")[2])

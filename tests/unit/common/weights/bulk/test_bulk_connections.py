@@ -256,7 +256,7 @@ def test_corrupt_bytes_are_discarded_at_commit(tmp_path: Path) -> None:
     partial = PartialFile.for_chunk(store, digest := compute_digest(b"content"), durable=False)
     with partial, partial.take_writer() as writer:
         writer.write(b"contend")
-        with pytest.raises(CorruptData, match="arrived changed"):
+        with pytest.raises(CorruptData, match="arrived corrupt"):
             writer.verify_and_commit()
         assert writer.received_bytes == 0
         writer.write(b"content")

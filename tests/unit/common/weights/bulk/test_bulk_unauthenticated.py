@@ -134,7 +134,7 @@ async def test_foreign_server_is_rejected_by_the_client(
             foreign_entry = RegistryEntry(
                 "store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there"
             )
-            with pytest.raises(HandshakeFailed, match="Another program"):
+            with pytest.raises(HandshakeFailed, match="another program"):
                 await client.put_chunk(foreign_entry, b"for the store alone", deadline_s=scaled(10))
 
 

@@ -128,7 +128,7 @@ def test_delta_of_another_chunk_is_rejected() -> None:
     assert blob is not None
     with pytest.raises(CorruptData, match="instead of chunk"):
         apply(other, blob, compute_digest(new.data))
-    with pytest.raises(BadMessage, match="8000 bytes, and a chunk of 7998"):
+    with pytest.raises(BadMessage, match="8000 bytes, but the chunk has 7998"):
         apply(old[:-2], blob, compute_digest(new.data))
 
 

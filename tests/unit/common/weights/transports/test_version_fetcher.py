@@ -186,7 +186,7 @@ def test_reasons_and_verdicts_have_figures() -> None:
     assert selector.record_success(change, SIZE, 1.9) == "it took 1.9 s instead of 2 s: undone"
     next_choice = selector.choose(SIZE, TRANSPORTS)
     assert next_choice.transport == "pull" and next_choice.predicted_s == 2.0
-    assert "1.9 s by collective, which rests for 3 versions more" in next_choice.reason
+    assert "1.9 s by collective, which is paused for 3 more versions" in next_choice.reason
 
 
 def test_selector_follows_a_changed_network() -> None:
@@ -206,7 +206,7 @@ def test_small_versions_and_single_transports_leave_no_choice() -> None:
             run_choice(selector, {"pull": 1e9, "collective": 9e9}, MIN_MEASURED_BYTES - 1) == "pull"
         )
     assert not selector.rates_bytes_per_s()
-    assert "no other way" in selector.choose(SIZE, ["pull"]).reason
+    assert "no other transport" in selector.choose(SIZE, ["pull"]).reason
 
 
 @given(
