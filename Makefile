@@ -1,4 +1,4 @@
-# demo, check, test, lint, bench, dist, peers: each starts from a bare clone, in an environment of its own (.venv).
+# demo, check, test, lint, bench, dist, peers: each starts from a bare clone, in its own environment (.venv).
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,9 +7,9 @@ JOB ?= examples/calculator.toml
 TESTS ?= tests
 TEST_WORKERS ?= 8
 TYPED := meshrl loadtests tests
-# One thread a process: two on a busy machine are up to 30 times slower than one.
+# One thread per process: two on a busy machine are up to 30 times slower than one.
 export OMP_NUM_THREADS := 1
-# What Python compiles is kept: hundreds of processes would compile the same sources again.
+# Bytecode is cached, because hundreds of processes would compile the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test test-deep test-ci test-timing test-kubernetes test-sglang verifiers lint format bench peers dist images test-compose test-slurm test-monitoring clean
@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)
 	$(BIN)/meshrl run $(JOB) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--set mesh.workers=$(WORKERS)) $(ARGS)
 
-# What finds defects daily. Which of the deep and rotating tests belong to it is drawn by the commit.
+# The tests that find defects daily. The commit selects the deep and rotating tests among them.
 test: $(READY)
 	$(BIN)/python -m pytest --workers $(TEST_WORKERS) $(TESTS)
 
@@ -25,15 +25,15 @@ test: $(READY)
 test-deep: $(READY)
 	$(BIN)/python -m pytest --workers $(TEST_WORKERS) --tier deep $(TESTS)
 
-# The daily tests, a seventh of the others, and those of a folder that changed lately, in turn.
+# The daily tests, a seventh of the others, and those of a recently changed folder, in rotation.
 test-ci: $(READY)
 	$(BIN)/python -m pytest --workers $(TEST_WORKERS) --tier ci --hold-budget $(TESTS)
 
-# The tests that are about time itself: one after the other, on a host that does nothing else.
+# The tests that measure time: one after the other, on an idle host.
 test-timing: $(READY)
 	$(BIN)/python -m pytest --tier timing $(TESTS)
 
-# Within a minute: style, types, and the tests of what was changed since the commit SINCE that start no process.
+# Within a minute: style, types, and the tests of changes since the commit SINCE that start no process.
 SINCE ?= HEAD
 check: $(READY)
 	$(BIN)/ruff check .
@@ -46,7 +46,7 @@ test-monitoring: $(READY)
 	$(BIN)/python -m pytest --tier deep tests/deploy/monitoring
 	$(BIN)/python -m loadtests.monitoring
 
-# A real SGLang server: what every engine promises, what is its own, and a job of three steps.
+# A real SGLang server: the contract of every engine, its own tests, and a job of three steps.
 test-sglang: export MESHRL_SGLANG_PYTHON := $(CURDIR)/.venvs/sglang/bin/python
 test-sglang: $(READY)
 	tests/sglang/cpu/install.sh .venvs/sglang
@@ -54,7 +54,7 @@ test-sglang: $(READY)
 	$(BIN)/meshrl run $(JOB) --force --set out=runs/sglang --set rollout.engine=sglang \
 		--set rollout.sglang_python=$(MESHRL_SGLANG_PYTHON) $(SHORT)
 
-# A head and workers as jobs of Debian's Slurm, on namespaces of this machine; needs root.
+# A head and workers as jobs of Debian's Slurm, in namespaces of this machine; needs root.
 test-slurm: $(READY)
 	$(BIN)/python -m tests.deploy.slurm
 
@@ -64,8 +64,8 @@ SHORT := --set mesh.workers=2 --set rollout.slots=16 --set budget.steps=3 \
 	--set algorithm.filter_zero_variance=false --set warm_start.steps=120 \
 	--set evaluation.before=false --set evaluation.after=false --set evaluation.every=0
 
-# Images for containers, on a CPU and on GPUs. pip is configured in them by the file PIP_CONF, with
-# the authorities in PIP_CA; torch's builds for a CPU are not in its default index.
+# Images for containers, on a CPU and on GPUs. The file PIP_CONF configures their pip, with the
+# authorities in PIP_CA; the default index has no CPU builds of torch.
 BASE ?=
 PIP_CONF ?= $(firstword $(wildcard $(HOME)/.config/pip/pip.conf $(HOME)/.pip/pip.conf))
 PIP_CA ?=
@@ -80,8 +80,8 @@ images:
 		$(if $(PIP_CA),--secret id=ca$(comma)src=$(PIP_CA)) . &&) true
 comma := ,
 
-# compose/ as users run it, each container restarted once: takes a container engine, or root on a
-# Debian, where one is started for it.
+# compose/ as users run it, each container restarted once: needs a container engine, or root on
+# Debian, where it starts one.
 test-compose: export MESHRL_TEST_COMPOSE := 1
 test-compose: $(READY)
 	$(BIN)/python -m pytest --tier deep tests/deploy/compose
@@ -113,15 +113,15 @@ dist: $(READY)
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python .ci/check-dist
 
-# What benchmarks compare with: vLLM and TRL in environments of their own; pyzmq and transformers
-# are in ours.
+# Programs that benchmarks compare with: vLLM and TRL in separate environments; pyzmq and transformers
+# in .venv.
 peers: $(READY)
 	loadtests/peers/install.sh .venvs/vllm
 	loadtests/peers/install_trl.sh .venvs/trl
 	$(BIN)/python -c "import zmq, transformers as t; print('pyzmq', zmq.__version__, 'transformers', t.__version__)"
 
-# Kubernetes' objects against the schemas of its versions, and every container of theirs run by Docker
-# as one mesh that trains; takes the image of $MESHRL_IMAGE, or meshrl:cpu.
+# Validate Kubernetes objects against the schemas of its versions, and run all their containers with
+# Docker as one mesh that trains. Uses the image of $MESHRL_IMAGE, or meshrl:cpu.
 test-kubernetes: $(READY) .venvs/kubernetes/ready
 	$(BIN)/python -m pytest --tier deep tests/deploy/kubernetes
 	$(BIN)/python -m tests.deploy.kubernetes
@@ -131,7 +131,7 @@ test-kubernetes: $(READY) .venvs/kubernetes/ready
 	.venvs/kubernetes/bin/pip install --quiet -c constraints.txt "kubernetes-validate==1.37.0"
 	touch $@
 
-# What tests of verifiers' environments need: its own interpreter, as it pins what others do not.
+# Interpreter for tests of verifiers' environments, separate because verifiers pins its dependencies.
 verifiers: $(READY)
 	PYTHON=$(PYTHON) tests/verifiers/install.sh .venvs/verifiers
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# `meshrl`, told where the head's job runs just now: from a login node or from a job.
+# `meshrl` with the current node of the head's job, for a login node or a job.
 #
 #     compose/slurm/at-head.sh submit job.toml
 #     compose/slurm/at-head.sh wait NAME

@@ -275,7 +275,7 @@ async def test_corrupt_checkpoint_is_reported_and_an_older_one_restored(
     (part,) = cut_short.iterdir()
     os.truncate(part, part.stat().st_size - 8)
     about = "step-000-000001-00000000", {"state/part": "digest"}, "manifest"
-    with pytest.raises(CorruptData, match="cut short"):
+    with pytest.raises(CorruptData, match="truncated"):
         await gang.compute.restore(*about, cut_short)
     assert gang.has_group
     await gang.compute.restore(*about, whole)
