@@ -1,7 +1,7 @@
 """Event stream of a mesh: what has happened, in order.
 
 The stream is trimmed below its readers' cursors (`readers`). A reader from further back gets
-HistoryLost.
+HistoryLost. `docs/operate/monitoring.md` lists the kinds of events.
 """
 
 from __future__ import annotations

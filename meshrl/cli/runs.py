@@ -283,7 +283,7 @@ def sample(
 
     Examples:
 
-        meshrl sample runs/calculator '?17a-13b-16='
+        meshrl sample runs/calculator '?12a-16b-15='
 
         meshrl sample runs/calculator '{"prompt": "?2a+3=", "answer": 5}' --n 4 --best --json
 

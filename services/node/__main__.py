@@ -25,7 +25,7 @@ async def main(args: argparse.Namespace) -> None:
 
 
 async def serve(mesh: Mesh, args: argparse.Namespace) -> None:
-    found = await discover_accelerators(mesh.host, args.device, args.workers, args.stand_for)
+    found = await discover_accelerators(mesh.host, args.device, args.workers, args.emulate)
     accelerators = [
         replace(one, memory_bytes=args.accelerator_bytes or one.memory_bytes) for one in found
     ]
@@ -70,12 +70,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="services that may be placed on this host, or none",
     )
     found.add_argument(
-        "--stand-for",
+        "--emulate",
+        "--stand-for",  # the old name
         type=lambda text: [kind for kind in text.split(",") if kind],
-        default=os.environ.get("MESHRL_STAND_FOR", ""),
+        default=os.environ.get("MESHRL_EMULATED_ACCELERATORS", ""),
         metavar="KIND,...",
         help="accelerators that the first CPU slots emulate, at the speed that a job declares; "
-        "also in $MESHRL_STAND_FOR",
+        "also in $MESHRL_EMULATED_ACCELERATORS",
     )
     add_market_option(found)
     add_budget_options(found)

@@ -61,7 +61,7 @@ class Host(Protocol):
         """Start a process, from the main thread.
 
         `argv` of `[sys.executable, "-m", module, ...]` runs the module in a fork of the fork server
-        that $MESHRL_NURSERY of its environment names, if there is one. Any other `argv`, and a
+        that $MESHRL_FORK_SERVER of its environment names, if there is one. Any other `argv`, and a
         process with `rlimits` or `pass_fds`, is executed. `log` receives stdout and stderr (None:
         ours).
         """

@@ -42,14 +42,14 @@ def share(fate: str) -> str:
 MESH = Dashboard(
     "meshrl-mesh",
     "MeshRL: the mesh",
-    "Jobs, gangs and workers, stalls and hosts: whether all goes on, and where it does not.",
+    "Jobs, gangs, workers, stalls and hosts: overall progress, and the location of problems.",
     (
         (
             "At a glance",
             (
                 graph(
                     "Alerts",
-                    "That fire now; each one's summary says what to do.",
+                    "Alerts that fire now; the summary of each states what to do.",
                     ("", 'ALERTS{alertstate="firing",alertname=~"Mesh.*"}'),
                     kind="table",
                     width=12,
@@ -63,7 +63,7 @@ MESH = Dashboard(
                 ),
                 graph(
                     "Redis",
-                    "1: it answers and takes writes.",
+                    "1: Redis answers and accepts writes.",
                     ("", "meshrl_redis_up"),
                     kind="stat",
                     width=3,
@@ -82,24 +82,33 @@ MESH = Dashboard(
             "Jobs",
             (
                 graph(
-                    "Phase", "Of each job.", ("", "meshrl_job_phase == 1"), kind="table", width=8
+                    "Phase",
+                    "Phase of each job.",
+                    ("", "meshrl_job_phase == 1"),
+                    kind="table",
+                    width=8,
                 ),
-                graph("Steps", "Done by each job.", ("{{job}}", "meshrl_job_steps"), width=8),
+                graph(
+                    "Steps",
+                    "Steps that each job has completed.",
+                    ("{{job}}", "meshrl_job_steps"),
+                    width=8,
+                ),
                 graph(
                     "Age of the last step",
-                    "It falls with each step. The alert MeshJobNoStep is at ten minutes.",
+                    "Resets with each step. The alert MeshJobNoStep fires at ten minutes.",
                     ("{{job}}", "meshrl_job_step_age_seconds"),
                     unit="s",
                 ),
                 graph(
-                    "Held",
+                    "Blocked jobs",
                     "Jobs that wait for workers or are paused, and why.",
                     ("{{job}}: {{why}}", "meshrl_job_held"),
                     width=12,
                 ),
                 graph(
                     "Trajectories trained",
-                    "A second, of each job.",
+                    "Trajectories a second, for each job.",
                     ("{{job}}", rate("meshrl_job_trajectories", 'fate="trained"', "job")),
                     width=12,
                 ),
@@ -114,8 +123,8 @@ MESH = Dashboard(
                 ),
                 graph(
                     "Planner",
-                    "What a look at the mesh, a decision and its writing take.",
-                    ("look", 'max(meshrl_look_ms{kind="planner"})'),
+                    "Time of a mesh snapshot, of a decision, and of writing it.",
+                    ("snapshot", 'max(meshrl_look_ms{kind="planner"})'),
                     ("decide", 'max(meshrl_decide_ms{kind="planner"})'),
                     ("write", 'max(meshrl_write_ms{kind="planner"})'),
                     unit="ms",
@@ -127,30 +136,31 @@ MESH = Dashboard(
             (
                 graph(
                     "Stalls",
-                    "What somebody waits for; `meshrl status --stalled` names who and why.",
+                    "Overdue waits, by awaited call or resource; `meshrl status --stalled` "
+                    "lists waiters and reasons.",
                     ("{{what}}", "sum by (what) (meshrl_stalls)"),
                 ),
                 graph("Hosts", "By state.", ("{{state}}", "meshrl_hosts"), stacked=True),
                 graph(
-                    "Ended unasked",
-                    "Processes of each name, so far.",
+                    "Unexpected exits",
+                    "Number so far, by process name.",
                     ("{{service}}", "meshrl_process_ends"),
                 ),
                 graph(
-                    "Disk left",
-                    "Of each host's volume. Who finds it full waits.",
+                    "Free disk space",
+                    "Share of each host's volume. Processes that find it full wait.",
                     ("{{instance}} {{path}}", "meshrl_disk_free_bytes / meshrl_disk_size_bytes"),
                     unit="percentunit",
                 ),
                 graph(
                     "Round trip to Redis",
-                    "From each host.",
+                    "Measured at each host.",
                     ("{{service}}", "meshrl_trip_ms"),
                     unit="ms",
                 ),
                 graph(
                     "Clock",
-                    "How far each host's is before that of Redis' host.",
+                    "Offset of each host's clock; positive: ahead of Redis' host.",
                     ("{{service}}", "meshrl_ahead_ms"),
                     unit="ms",
                 ),
@@ -162,15 +172,15 @@ MESH = Dashboard(
 RUN = Dashboard(
     "meshrl-job",
     "MeshRL: a job",
-    "One job: what it learns, and where its time goes.",
+    "One job: its learning curves and the use of its time.",
     (
         (
             "Training",
             (
                 graph("Reward", "Mean of the newest step.", *figures("reward")),
-                graph("Loss", "Of the newest step.", *figures("loss")),
-                graph("Gradient", "Its norm before clipping.", *figures("grad_norm")),
-                graph("Entropy", "In nats a token.", *figures("entropy")),
+                graph("Loss", "Loss of the newest step.", *figures("loss")),
+                graph("Gradient", "Gradient norm before clipping.", *figures("grad_norm")),
+                graph("Entropy", "Entropy in nats per token.", *figures("entropy")),
                 graph(
                     "Off policy",
                     "Divergence and the share of clipped tokens.",
@@ -178,7 +188,7 @@ RUN = Dashboard(
                 ),
                 graph(
                     "Staleness",
-                    "Weight versions that the trained tokens lag behind.",
+                    "Weight versions by which trained tokens lag.",
                     *figures("staleness", "staleness_max"),
                 ),
                 graph(
@@ -205,7 +215,7 @@ RUN = Dashboard(
             (
                 graph(
                     "Tokens sampled",
-                    "A second, by engine.",
+                    "Tokens a second, by engine.",
                     (
                         "{{service}}",
                         rate("meshrl_tokens", f'{JOB},kind=~"engine|hybrid"', "service"),
@@ -214,18 +224,18 @@ RUN = Dashboard(
                 ),
                 graph(
                     "Sequences",
-                    "That engines generate, and that wait for a slot.",
+                    "Requests that engines generate, and requests that wait for a slot.",
                     ("running", f'sum(meshrl_running{{{JOB},kind=~"engine|hybrid"}})'),
                     ("waiting", f'sum(meshrl_waiting{{{JOB},kind=~"engine|hybrid"}})'),
                 ),
                 graph(
-                    "Trajectories under way",
+                    "Trajectories in flight",
                     "By shard.",
                     ("{{service}}", f'meshrl_in_flight{{{JOB},kind="rollout"}}'),
                     stacked=True,
                 ),
                 graph(
-                    "What became of trajectories",
+                    "Outcomes of trajectories",
                     "A second.",
                     *(
                         (fate, trajectories(fate))
@@ -235,15 +245,15 @@ RUN = Dashboard(
                     stacked=True,
                 ),
                 graph(
-                    "Too old, and failed",
-                    "Shares of what was opened; alerts are at 25 % and 10 %.",
-                    ("too old", share("stale_requeued")),
+                    "Stale and failed",
+                    "Shares of opened trajectories; alerts fire at 25 % and 10 %.",
+                    ("stale", share("stale_requeued")),
                     ("failed", share("typed_drops")),
                     unit="percentunit",
                 ),
                 graph(
                     "Engines' time",
-                    "Share of a second in which an engine computes.",
+                    "Share of time in which an engine computes.",
                     (
                         "{{service}}",
                         rate("meshrl_busy_s", f'{JOB},kind=~"engine|hybrid"', "service"),
@@ -257,13 +267,13 @@ RUN = Dashboard(
             (
                 graph(
                     "Version",
-                    "The trainer's step, and what each engine samples with.",
+                    "The trainer's version, and the version that each engine samples with.",
                     ("trainer", f'meshrl_step{{{JOB},kind="trainer"}}'),
                     ("{{service}}", f'meshrl_version{{{JOB},kind=~"engine|hybrid"}}'),
                 ),
                 graph(
                     "Versions behind",
-                    "Each engine; algorithm.max_staleness refuses what is older.",
+                    "Lag of each engine; algorithm.max_staleness rejects older trajectories.",
                     (
                         "{{service}}",
                         f'scalar(max(meshrl_step{{{JOB},kind="trainer"}}))'
@@ -271,7 +281,7 @@ RUN = Dashboard(
                     ),
                 ),
                 graph(
-                    "Kept versions",
+                    "Retained versions",
                     "Manifests in the store, of all jobs.",
                     ("manifests", 'sum(meshrl_manifests{kind="weights"})'),
                 ),
@@ -281,14 +291,14 @@ RUN = Dashboard(
             "Sandbox",
             (
                 graph(
-                    "Calls under way",
-                    "That run, and that wait for a worker of the sandbox.",
+                    "Calls in flight",
+                    "Calls that run, and calls that wait for a worker of the sandbox.",
                     ("busy", f'sum(meshrl_busy{{{JOB},kind="sandbox"}})'),
                     ("waiting", f'sum(meshrl_waiting{{{JOB},kind="sandbox"}})'),
                 ),
                 graph(
                     "Outcomes",
-                    "Of calls so far.",
+                    "Number of calls so far.",
                     (
                         "{{__name__}}",
                         f'{{__name__=~"meshrl_outcomes_.+",{JOB},kind="sandbox"}}',
@@ -296,7 +306,7 @@ RUN = Dashboard(
                 ),
                 graph(
                     "Sessions and jails",
-                    "Open now, and workers that were replaced.",
+                    "Open sessions and jails, and replaced workers.",
                     ("sessions", f'sum(meshrl_sessions{{{JOB},kind="sandbox"}})'),
                     ("jails", f'sum(meshrl_jails{{{JOB},kind="sandbox"}})'),
                     ("replaced", f'sum(meshrl_replaced{{{JOB},kind="sandbox"}})'),
@@ -310,22 +320,24 @@ RUN = Dashboard(
 PROCESSES = Dashboard(
     "meshrl-processes",
     "MeshRL: processes",
-    "What each process uses, and whether it answers.",
+    "Resource use and health of each process.",
     (
         (
             "Processes",
             (
                 graph(
-                    "Answers", "1: its page answers.", ("{{service}}", f"meshrl_up{{{SERVICE}}}")
+                    "Answers",
+                    "1: the process answers with its metrics page.",
+                    ("{{service}}", f"meshrl_up{{{SERVICE}}}"),
                 ),
                 graph(
                     "Ready",
-                    "1: it is ready for work.",
+                    "1: the process is ready for work.",
                     ("{{service}}", f"meshrl_ready{{{SERVICE}}}"),
                 ),
                 graph(
                     "Event loop",
-                    "How late it runs.",
+                    "Lag of the event loop.",
                     ("{{service}}", f"meshrl_loop_lag_seconds{{{SERVICE}}}"),
                     unit="s",
                 ),
@@ -351,12 +363,12 @@ PROCESSES = Dashboard(
                 ),
                 graph(
                     "Calls",
-                    "That it serves now.",
+                    "Calls that the process serves now.",
                     ("{{service}}", f"meshrl_serving{{{SERVICE}}}"),
                 ),
                 graph(
-                    "Trouble",
-                    "Errors, repeated calls, strangers turned away: so far.",
+                    "Errors",
+                    "Errors, repeated calls and rejected unauthenticated peers so far.",
                     (
                         "{{service}} {{__name__}}",
                         f'{{__name__=~"{TROUBLE}",{SERVICE}}}',

@@ -208,7 +208,7 @@ class Launcher(RootProcess):
         """Start a recovery if Redis has rolled back, also from before the mesh could recover."""
         why, self._pending_recovery_reason = self._pending_recovery_reason, ""
         if why:
-            self._recovery = asyncio.create_task(self._recover(why), name="go back")
+            self._recovery = asyncio.create_task(self._recover(why), name="recover from rollback")
             self._recovery.add_done_callback(partial(self._on_recovery_done, why))
 
     async def _recover(self, reason: str) -> None:
@@ -286,7 +286,7 @@ class Launcher(RootProcess):
         write_json(self.mesh_paths.shape, asdict(shape))
         self.pool = self._pool or read_pool_settings(self.mesh_paths)
         write_json(self.mesh_paths.directory / POOL_FILE, asdict(self.pool))
-        self._tasks.append(asyncio.create_task(self._watch_files(), name="keep files"))
+        self._tasks.append(asyncio.create_task(self._watch_files(), name="repair files"))
 
     async def _watch_files(self) -> None:
         """Repair the mesh's own files when they are corrupt: restarted processes read them."""

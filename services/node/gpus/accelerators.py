@@ -49,7 +49,7 @@ def list_cpu_slots(count: int, emulated_kinds: Sequence[str] = ()) -> list[Worke
 
 
 def _config_error(message: str, fix: str) -> ConfigError:
-    return ConfigError(message, where="--stand-for, $MESHRL_STAND_FOR", fix=f"name {fix}")
+    return ConfigError(message, where="--emulate, $MESHRL_EMULATED_ACCELERATORS", fix=f"name {fix}")
 
 
 def list_gpus(devices: list[Device], count: int) -> list[WorkerAccelerator]:

@@ -8,6 +8,8 @@ Algorithm 2, SelectInstance).
 
 Engines form buckets by length (C-MLFQ: Libra, arXiv 2606.03077). Each trajectory starts in the
 first bucket, the short one; `decide_bucket` is called at each tool return.
+
+The router and the simulated shard (`sim/cluster/model/shard.py`) call these functions.
 """
 
 from __future__ import annotations

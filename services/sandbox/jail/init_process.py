@@ -64,11 +64,11 @@ def run_init(fds: dict[str, int], request: dict[str, Any], tier: str, proc_fd: i
         held = tier != "runner"  # else the guest alone, which switches to another user before
         listener = seccomp.install(policy, notify=True) if held else -1
 
-        def said(number: int) -> None:
+        def report_denied(number: int) -> None:
             if "cells" in fds:  # a session's report comes at its end, many cells later
                 frames.send(channel, {"refuses": number})
 
-        refused = seccomp_listener.SeccompListener(listener, said)
+        refused = seccomp_listener.SeccompListener(listener, report_denied)
         program = frames.receive(channel)
         ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
@@ -260,15 +260,15 @@ def _signal_all(
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal_number)
         return
-    told: set[int] = set()
+    reported: set[int] = set()
     stood, until = False, time.monotonic() + STOP_TIMEOUT_S
     while True:
         found = cpu.list_stopped()
-        fresh = found.keys() - told
+        fresh = found.keys() - reported
         for pid in fresh:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal_number)
-        told |= fresh
+        reported |= fresh
         if not fresh and (stood or time.monotonic() > until):
             return
         stood = signal_number != signal.SIGSTOP or all(found.values())

@@ -85,8 +85,8 @@ def receive_packet(control: socket.socket) -> tuple[bytes, list[int]]:
     """Receive a packet and its descriptors; Python 3.8 has no socket.recv_fds."""
     fds = array.array("i")
     room = socket.CMSG_SPACE(DESCRIPTORS * fds.itemsize)
-    packet, told, _, _ = control.recvmsg(PACKET, room)
-    for level, kind, content in told:
+    packet, ancillary, _, _ = control.recvmsg(PACKET, room)
+    for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     return packet, list(fds)

@@ -88,7 +88,8 @@ def build_emulation(data: JobData, accelerator: str) -> ZebraEmulation | None:
         raise ConfigError(
             f"training.emulate needs declared accelerators, and a rank is on {accelerator}",
             where="training.emulate",
-            fix="Set the emulated accelerators at the start, as in MESHRL_STAND_FOR=A40,A40,V100",
+            fix="Set the emulated accelerators at the start, as in "
+            "MESHRL_EMULATED_ACCELERATORS=A40,A40,V100",
         )
     shape = ModelShape.from_config(load_model_config(data))
     profile = build_declared_profile(shape, kind, kind)

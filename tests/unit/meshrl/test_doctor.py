@@ -127,7 +127,10 @@ def test_readme_is_short_and_its_commands_exist() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))],
+    [
+        *("README.md", "CONTRIBUTING.md"),
+        *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+    ],
 )
 def test_links_between_documents_resolve(name: str) -> None:
     path = ROOT / name

@@ -175,7 +175,7 @@ def test_each_worker_sees_one_device_by_uuid() -> None:
         "cpu:2",
     ]
     for mistaken in (["A41"], ["CPU"], ["A40"] * 4):
-        with pytest.raises(ConfigError, match="MESHRL_STAND_FOR"):
+        with pytest.raises(ConfigError, match="MESHRL_EMULATED_ACCELERATORS"):
             list_cpu_slots(3, mistaken)
     whole = Device("GPU-a", "NVIDIA H200", 1000, 0)
     part = Device("MIG-b", "NVIDIA H200 MIG 1g.18gb", 100, 1, "GPU-b", (7, 0))
@@ -191,7 +191,7 @@ def test_each_worker_sees_one_device_by_uuid() -> None:
 
 
 async def test_gpu_cannot_emulate_another_accelerator() -> None:
-    with pytest.raises(ConfigError, match="MESHRL_STAND_FOR"):
+    with pytest.raises(ConfigError, match="MESHRL_EMULATED_ACCELERATORS"):
         await discover_accelerators(SystemHost(), "cuda", 0, ["A40"])
 
 

@@ -155,7 +155,7 @@ def finish_late(facts: FinalState) -> None:
         (change_chunk, "store: chunk"),
         (add_checkpoints, "store: 4 checkpoints"),
         (tear_checkpoint, "store: checkpoint step-1.json has no directory"),
-        (corrupt_ledger, "ledgers: a.ledger holds a record"),
+        (corrupt_ledger, "ledgers: a.ledger has a corrupt record"),
         (leave_lease, "nothing_left: trainer/simulated is still held"),
         (leave_process, "nothing_left: engine/g0(7) runs"),
         (report_defect, "nothing_left: weights(3)"),

@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-FORK_SERVER_ENV = "MESHRL_NURSERY"  # path of the fork server's socket; `off`: spawn every process
+FORK_SERVER_ENV = (
+    "MESHRL_FORK_SERVER"  # path of the fork server's socket; `off`: spawn every process
+)
 FORK_SERVER_OFF = "off"
 ANSWER_TIMEOUT_S = 2.0  # seconds for a fork, which blocks the owner's event loop
 MAX_REQUEST_BYTES = (

@@ -69,8 +69,8 @@ class GradingAttempt:
         self._early_exits += 1
         if self._early_exits > MAX_EARLY_EXITS and ran.is_wall_timeout:
             raise JailFailed(
-                f"{self._early_exits} jails ran out of wall clock time before they were asked "
-                "anything",
+                f"{self._early_exits} jails ran out of wall clock time before a request "
+                "reached them",
                 where="sandbox",
                 fix="This host is too slow for its jails: run fewer at once (`--jails`)",
             )
@@ -111,13 +111,13 @@ class GradingAttempt:
         """
         assert jail.guest_channel is not None
         try:
-            patience_s = MAX_SLOWDOWN * self.limits.wall_s + extra_timeout_s + GRACE_S
-            said: dict[str, Any] = await jail.guest_channel.receive(self.clock, patience_s)
+            timeout_s = MAX_SLOWDOWN * self.limits.wall_s + extra_timeout_s + GRACE_S
+            frame: dict[str, Any] = await jail.guest_channel.receive(self.clock, timeout_s)
         except (PeerLost, BadMessage):
             return None
         except DeadlineExceeded as error:
             raise JailFailed(f"a jail hangs: {error.message}", where="sandbox") from error
-        return said
+        return frame
 
 
 class JailedTrial(ABC):

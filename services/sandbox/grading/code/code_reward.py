@@ -109,8 +109,8 @@ class CodeGrader:
         attempt.jail_ending_cases += ran.status == TIMEOUT
         if ran.status != OK or ran.exit_code:
             return False
-        said = ran.stdout.decode("utf-8", "replace")
-        return any(is_same_text(said, text, attempt.tolerance) for text in case.accepted_outputs)
+        output = ran.stdout.decode("utf-8", "replace")
+        return any(is_same_text(output, text, attempt.tolerance) for text in case.accepted_outputs)
 
     async def _run_python_tests(self, source: str, tests: str) -> list[bool]:
         """Run Python tests with the job's runner; `auto` is the isolated one where it supports

@@ -52,10 +52,13 @@ class Tolerance:
 
 def is_same_text(found: str, expected: str, tolerance: Tolerance) -> bool:
     """Return whether two texts have the same words; numbers with a point have the tolerance."""
-    said, due = found.split(), expected.split()
-    if len(said) != len(due):
+    found_words, expected_words = found.split(), expected.split()
+    if len(found_words) != len(expected_words):
         return False
-    return all(a == b or _is_same_number(a, b, tolerance) for a, b in zip(said, due, strict=True))
+    return all(
+        a == b or _is_same_number(a, b, tolerance)
+        for a, b in zip(found_words, expected_words, strict=True)
+    )
 
 
 def _is_same_number(found: str, expected: str, tolerance: Tolerance) -> bool:

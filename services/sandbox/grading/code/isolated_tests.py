@@ -57,14 +57,14 @@ class _JailPairTrial(JailedTrial):
     """Jails of a solution and of its tests."""
 
     async def start(self, next_test: int) -> int | None:
-        said = await self._receive_verdict()
-        if said is None:
+        report = await self._receive_verdict()
+        if report is None:
             return None
-        if "broken" in said:
-            raise InvalidTests(str(said["broken"]))
-        if said.get("ready") is True and not said["tests"]:
+        if "broken" in report:
+            raise InvalidTests(str(report["broken"]))
+        if report.get("ready") is True and not report["tests"]:
             raise InvalidTests("there is no function test_*")
-        return len(said["tests"]) or None
+        return len(report["tests"]) or None
 
     async def run_test(self, number: int) -> bool | None:
         solution, tests = self.jails
@@ -90,7 +90,7 @@ class _JailPairTrial(JailedTrial):
                 return None
             if "unsupported" in frame:
                 what = f"the runner isolated cannot run: {frame['unsupported']}"
-                raise UnsupportedTests(what, is_caused_by_solution=frame.get("provoked") is True)
-            if "turn" not in frame:
+                raise UnsupportedTests(what, is_caused_by_solution=frame.get("by_solution") is True)
+            if "is_waiting" not in frame:
                 return frame
-            solution.set_clock_running(frame["turn"] is True)
+            solution.set_clock_running(frame["is_waiting"] is True)

@@ -208,12 +208,12 @@ def _find_blocks(
         at += 1
         if found is None:
             continue
-        indent, fence, told = len(found[1]), found[2], found[3].strip()
-        kind = _classify_fence(told)
-        first = [found[3]] if kind == OTHER and STATEMENT.match(told) else []
+        indent, fence, info_string = len(found[1]), found[2], found[3].strip()
+        kind = _classify_fence(info_string)
+        first = [found[3]] if kind == OTHER and STATEMENT.match(info_string) else []
         kind = BARE if first else kind
         block, end = _read_block(lines, at, first, indent, fence, kind, parser)
-        inner = told.lower() in MARKDOWN and not is_nested
+        inner = info_string.lower() in MARKDOWN and not is_nested
         yield from (inner and list(_find_blocks(block.body, parser, True))) or [block]
         at = end + 1
 

@@ -64,10 +64,10 @@ class _PytestTrial(JailedTrial):
         self._collected_indices: list[int | None] = []  # index of each among those collected
 
     async def start(self, next_test: int) -> int | None:
-        said = await _receive_collection(self.attempt, self._jail)
-        if said is None:
+        collection = await _receive_collection(self.attempt, self._jail)
+        if collection is None:
             return None
-        if not (collected := _test_names(said)):
+        if not (collected := _test_names(collection)):
             return 0
         self._collected_indices = _match_tests(self._expected_tests, collected)
         plan = [place for place in self._collected_indices[next_test:] if place is not None]
@@ -81,10 +81,10 @@ class _PytestTrial(JailedTrial):
         self.attempt.start_lap(self._jail)
         for frame in ({"test": number}, {"token": token}):
             await self.attempt.send(self._jail, frame)
-        said = await self.attempt.receive(self._jail)
-        if said is None or said.get("token") != token or said.get("test") != number:
+        report = await self.attempt.receive(self._jail)
+        if report is None or report.get("token") != token or report.get("test") != number:
             return None
-        return str(said.get("outcome")) == "passed"
+        return str(report.get("outcome")) == "passed"
 
 
 async def _open_jail(
@@ -110,10 +110,10 @@ async def _list_expected_tests(
     finally:
         pytest_jails.collection_locks.pop(tests, None)
     pytest_jails.collections.move_to_end(tests)
-    said = pytest_jails.collections[tests]
+    collection = pytest_jails.collections[tests]
     while len(pytest_jails.collections) > styles.CACHED_MODULES:
         pytest_jails.collections.popitem(last=False)
-    return _check_collection(said, python_tests.list_test_names(tests))
+    return _check_collection(collection, python_tests.list_test_names(tests))
 
 
 async def _collect_without_solution(
@@ -123,9 +123,9 @@ async def _collect_without_solution(
     for _ in range(MAX_EARLY_EXITS):
         jail = await _open_jail(attempt, pytest_jails, tests)
         try:
-            said = await _receive_collection(attempt, jail)
-            if said is not None:
-                return said
+            collection = await _receive_collection(attempt, jail)
+            if collection is not None:
+                return collection
             if await attempt.is_program_at_fault(jail):
                 break
         finally:
@@ -180,6 +180,6 @@ async def _receive_collection(attempt: GradingAttempt, jail: Jail) -> dict[str, 
         async with attempt.clock.timeout(attempt.limits.wall_s, "a collection of tests"):
             return await attempt.receive(jail)
     jail.set_clock_running(True)
-    said = await attempt.receive(jail)
+    report = await attempt.receive(jail)
     jail.set_clock_running(False)
-    return said
+    return report

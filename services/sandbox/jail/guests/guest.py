@@ -1,7 +1,7 @@
 """Guest of a jail: runs a program, a shell command, cells of a session, calls, or tests.
 
 Everything here but `testing` shares its interpreter with code that the model wrote. So the sandbox
-trusts its messages only as "this is what the code answered".
+treats all its messages as output of that code.
 """
 
 from __future__ import annotations
@@ -80,17 +80,21 @@ def create_streams() -> None:
     """
     reading, writing = os.pipe()
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        kept = os.dup(fd)
+        saved_fd = os.dup(fd)
         if fd:
             os.dup2(writing, fd)
         file = io.FileIO(fd, "w" if fd else "r", closefd=False)
         file.name = f"<{name}>"  # as an interpreter does; all streams over it have the same
         raw = io.BufferedWriter(file) if fd else io.BufferedReader(file)
-        how: dict[str, Any] = {"errors": "backslashreplace", "line_buffering": True} if fd else {}
+        options: dict[str, Any] = (
+            {"errors": "backslashreplace", "line_buffering": True} if fd else {}
+        )
         # Line-buffered: output before a time-out is not lost.
-        text = judge_environment.set_mode(io.TextIOWrapper(raw, "utf-8", **how), "w" if fd else "r")
-        os.dup2(kept, fd)
-        os.close(kept)
+        text = judge_environment.set_mode(
+            io.TextIOWrapper(raw, "utf-8", **options), "w" if fd else "r"
+        )
+        os.dup2(saved_fd, fd)
+        os.close(saved_fd)
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
     os.close(reading)
@@ -171,7 +175,7 @@ def _serve_cells(fd: int) -> None:
     """Run cells one after the other in one namespace, as a notebook: a last expression is shown."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    own = os.getpid()
+    own_pid = os.getpid()
     number = 0
     while True:
         cell = frames.receive(fd)
@@ -187,7 +191,7 @@ def _serve_cells(fd: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        if os.getpid() != own:  # a process that the cell has forked returned here
+        if os.getpid() != own_pid:  # a process that the cell has forked returned here
             os._exit(status)
         frames.send(fd, {"cell": cell["token"], "exit": status})
 
@@ -195,10 +199,10 @@ def _serve_cells(fd: int) -> None:
 def _execute_cell(source: str, name: str, namespace: dict[str, Any]) -> None:
     tree = ast.parse(source, name)
     _cache_source_lines(source, name)
-    shown = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec", dont_inherit=True), namespace)
-    if isinstance(shown, ast.Expr):
-        code = compile(ast.Expression(shown.value), name, "eval", dont_inherit=True)
+    if isinstance(last, ast.Expr):
+        code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
         value = eval(code, namespace)
         if value is not None:
             namespace["_"] = value
@@ -212,12 +216,12 @@ def _serve_calls(program: dict[str, Any], fd: int) -> None:
     """Call one function of the program with each request, and send its results."""
     module = _execute_module(program["source"], "solution")
     judge_environment.resolve_function(module, program["function"])
-    own = os.getpid()
+    own_pid = os.getpid()
     frames.send(fd, {"ready": True})
     while True:
-        asked = frames.receive(fd)
-        answer: dict[str, Any] = {"call": asked["call"]}
-        args, kwargs = plain_data.decode(asked["args"]), plain_data.decode(asked["kwargs"])
+        request = frames.receive(fd)
+        answer: dict[str, Any] = {"call": request["call"]}
+        args, kwargs = plain_data.decode(request["args"]), plain_data.decode(request["kwargs"])
         try:
             function = judge_environment.resolve_function(module, program["function"])
             answer["value"] = plain_data.to_jsonable(
@@ -228,6 +232,6 @@ def _serve_calls(program: dict[str, Any], fd: int) -> None:
         except BaseException as error:
             answer["raised"] = type(error).__name__
             print_traceback(error)
-        if os.getpid() != own:
+        if os.getpid() != own_pid:
             os._exit(0)
         frames.send(fd, answer)

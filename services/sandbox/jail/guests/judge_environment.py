@@ -52,11 +52,11 @@ def prepare_zygote() -> None:
         io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", errors="backslashreplace"), "w"
     )
     _streams[:] = [out, sys.stdout]  # retained: collection would close its descriptor
-    given = _thread.stack_size
+    original_stack_size = _thread.stack_size
 
     def stack_size(size: int = 0) -> int:
         memory, _ = resource.getrlimit(resource.RLIMIT_AS)
-        return given(
+        return original_stack_size(
             size if memory == resource.RLIM_INFINITY else min(size, memory // THREAD_STACK_DIVISOR)
         )
 
@@ -73,10 +73,10 @@ def resolve_function(module: types.ModuleType, path: str) -> Any:
     first, *_ = parts = path.split(".")
     if not hasattr(module, first) and hasattr(getattr(module, SOLUTION_CLASS, None), first):
         parts = [SOLUTION_CLASS, *parts]
-    found: Any = module
+    target: Any = module
     for part in parts:
-        found = getattr(found() if isinstance(found, type) else found, part)
-    return found
+        target = getattr(target() if isinstance(target, type) else target, part)
+    return target
 
 
 def await_result(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Tests of a row under the real pytest, in one interpreter with the solution.
 
 The solution can change everything that runs here, so no message is proof. docs/use/rewards.md lists
-what a program can forge. Cheap checks are made: a test is passed only if pytest has run it to its
+what a program can forge. Cheap checks are made: a test passes only if pytest has run it to its
 end, in the process of the request, without a change that `VerdictGuard` detects. The token that an
 outcome must carry stays unread in the pipe until then.
 """
@@ -25,7 +25,7 @@ ASYNC_PLUGINS = (
     "tornado",
 )  # plugins that run async functions
 CO_COROUTINE = 0x80  # flags of `inspect`, which need not be imported for every jail
-TEXT = 300  # characters of an error
+MAX_ERROR_CHARACTERS = 300
 OPTIONS = (
     "-qq --no-header --no-summary --tb=no --assert=plain --noconftest -p no:cacheprovider "
     "-p no:faulthandler"
@@ -64,21 +64,21 @@ def run(program: dict[str, Any], channel: int) -> None:
     try:
         import pytest
     except Exception as error:  # our packages may be too new for the interpreter
-        frames.send(channel, {"absent": f"{type(error).__name__}: {error}"[:TEXT]})
+        frames.send(channel, {"absent": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]})
         return
-    stand_in = None
+    placeholder = None
     if "source" in program:
         _write(SOLUTION_FILE, program["source"])
     else:
-        stand_in = Placeholder("solution")
-        sys.modules["solution"] = stand_in
+        placeholder = Placeholder("solution")
+        sys.modules["solution"] = placeholder
     _write(CONFIG_FILE, "[pytest]\n")
     _write(TESTS_FILE, "")  # empty: a program would look here first
     sys.meta_path.insert(0, _TestsImporter(program.pop("tests")))
     if _is_host_pytest:  # packages installed for the interpreter may not fit it
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.argv = ["pytest", TESTS_FILE]
-    session = _PytestSession(channel, stand_in)
+    session = _PytestSession(channel, placeholder)
     pytest.main(
         [*OPTIONS.split(), "-c", CONFIG_FILE, "--rootdir", ".", TESTS_FILE], plugins=[session]
     )
@@ -98,8 +98,8 @@ class _TestsImporter:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != os.path.splitext(TESTS_FILE)[0]:
             return None
-        place = os.path.abspath(TESTS_FILE)
-        return importlib.util.spec_from_file_location(name, place, loader=self)  # type: ignore[arg-type]
+        path_of_tests = os.path.abspath(TESTS_FILE)
+        return importlib.util.spec_from_file_location(name, path_of_tests, loader=self)  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> None:
         """Return None, for the default kind of module."""
@@ -133,17 +133,17 @@ class _PytestSession:
             error = cause = self._collection_error
             while cause is not None and not isinstance(cause, ModuleNotFoundError):
                 cause = cause.__cause__ or cause.__context__
-            said = {
-                "broken": f"{type(error).__name__}: {error}"[:TEXT],
+            failure = {
+                "broken": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS],
                 "used": self._is_placeholder_used(),
             }
-            frames.send(self._channel, {**said, "module": getattr(cause, "name", None) or ""})
+            frames.send(self._channel, {**failure, "module": getattr(cause, "name", None) or ""})
             return
-        found = [{"id": item.nodeid.partition("::")[2]} for item in session.items]
-        for entry, item in zip(found, session.items):
+        entries = [{"id": item.nodeid.partition("::")[2]} for item in session.items]
+        for entry, item in zip(entries, session.items):
             if lacking := _find_missing_plugin(item):
                 entry["lacks"] = lacking
-        frames.send(self._channel, {"collected": found, "used": self._is_placeholder_used()})
+        frames.send(self._channel, {"collected": entries, "used": self._is_placeholder_used()})
 
     def _is_placeholder_used(self) -> bool:
         return self._placeholder is not None and self._placeholder.__dict__["uses"].count > 0
@@ -155,18 +155,18 @@ class _PytestSession:
         plan = [session.items[i] for i in frames.receive(self._channel)["plan"]]
         codes = [get_code(item) for item in plan]
         for number, item in enumerate(plan):
-            asked = frames.receive(self._channel)["test"]
-            whole = get_code(item) is codes[number]
+            test = frames.receive(self._channel)["test"]
+            has_same_code = get_code(item) is codes[number]
             self._reports = []
             following = plan[number + 1] if number + 1 < len(plan) else None
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if os.getpid() != self._pid:  # a process that the test has forked returned here
                 os._exit(1)
             outcome = _classify_reports(self._reports)
-            if not (whole and self._guard.is_unchanged()):
+            if not (has_same_code and self._guard.is_unchanged()):
                 outcome = "changed"
             token = frames.receive(self._channel)["token"]
-            frames.send(self._channel, {"test": asked, "token": token, "outcome": outcome})
+            frames.send(self._channel, {"test": test, "token": token, "outcome": outcome})
         return True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -191,12 +191,12 @@ def _find_missing_plugin(item: Any) -> str:
     function, info = getattr(item, "function", None), getattr(item, "_fixtureinfo", None)
     if not isinstance(function, types.FunctionType) or info is None:
         return ""
-    given = getattr(getattr(item, "callspec", None), "params", {})
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
     for name in info.argnames:
-        if name not in info.name2fixturedefs and name not in given and name != "request":
+        if name not in info.name2fixturedefs and name not in parameters and name != "request":
             return f"the fixture {name}"
-    waits = function.__code__.co_flags & CO_COROUTINE and type(item).__name__ == "Function"
-    if waits and not any(item.config.pluginmanager.has_plugin(name) for name in ASYNC_PLUGINS):
+    is_async = function.__code__.co_flags & CO_COROUTINE and type(item).__name__ == "Function"
+    if is_async and not any(item.config.pluginmanager.has_plugin(name) for name in ASYNC_PLUGINS):
         return "a plugin for async functions"
     return ""
 
@@ -246,7 +246,7 @@ def _list_plugin_names(plugins: Any) -> set[str]:
 
 
 def get_code(item: Any) -> Any:
-    """Return the code of a collected test; None for one that is no function."""
+    """Return the code of a collected test; None for a test that is not a function."""
     return getattr(getattr(item, "function", None), "__code__", None)
 
 
@@ -263,7 +263,7 @@ class PlaceholderUsed(Exception):
 def _make_failing_operator(name: str) -> Any:
     def operation(self: Any, *_: Any) -> NoReturn:
         use_counter.count += 1
-        raise PlaceholderUsed(f"{name} of what the solution has")
+        raise PlaceholderUsed(f"{name} of an object of the solution")
 
     return operation
 
@@ -286,7 +286,7 @@ class _PlaceholderMeta(type):
     def __test__(cls) -> bool:
         return "_is_placeholder" not in vars(
             cls
-        )  # it is no test itself, but one may inherit from it
+        )  # a placeholder is not a test, but a test may inherit from it
 
     def __getattr__(cls, name: str) -> Any:
         return _get_attribute(name)

@@ -145,8 +145,8 @@ class GuestWatch:
         """Return whether the guest has been set up; the set-up is not its program's time."""
         if not self._is_set_up:
             with contextlib.suppress(BlockingIOError):
-                if said := os.read(self._setup_fd, 64):
-                    self._is_set_up, self._started_at = True, float(said)
+                if content := os.read(self._setup_fd, 64):
+                    self._is_set_up, self._started_at = True, float(content)
                     self._lap_started_at = max(self._lap_started_at, self._started_at)
         return self._is_set_up
 

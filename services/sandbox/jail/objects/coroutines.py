@@ -1,23 +1,26 @@
-"""Coroutines across two jails: one runs to its end where it is, while the other side waits."""
+"""Coroutines across two jails: one side runs a coroutine to its end while the other waits."""
 
 from __future__ import annotations
 
 import types
-from typing import Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+if TYPE_CHECKING:
+    from .proxies import RemoteRef
 
 _LOOPS: list[Any] = []  # the one of this process, which objects of asyncio may belong to
 
 
-def make_remote_coroutine(ref: Any) -> Any:
+def make_remote_coroutine(ref: RemoteRef) -> Any:
     async def coroutine() -> Any:
-        return ref.ask("await")
+        return ref.request("await")
 
     return coroutine()
 
 
 @types.coroutine
 def _run_without_waiting(target: Any, on_wait: Callable[[], None]) -> Any:
-    """Run an awaitable that ends without a wait; otherwise call `on_wait`, which raises."""
+    """Run an awaitable that never waits; if it does wait, call `on_wait`, which raises."""
     steps = target.__await__()
     try:
         steps.send(None) if hasattr(steps, "send") else next(steps)
@@ -31,7 +34,7 @@ def run_coroutine(target: Any, on_wait: Optional[Callable[[], None]] = None) -> 
     """Run an awaitable of this side to its end; see `_run_without_waiting` for `on_wait`."""
     import asyncio
 
-    async def waited() -> Any:
+    async def run() -> Any:
         return await (target if on_wait is None else _run_without_waiting(target, on_wait))
 
     try:
@@ -40,21 +43,21 @@ def run_coroutine(target: Any, on_wait: Optional[Callable[[], None]] = None) -> 
         if not _LOOPS:
             _LOOPS.append(asyncio.new_event_loop())
             asyncio.set_event_loop(_LOOPS[0])
-        return _LOOPS[0].run_until_complete(waited())
+        return _LOOPS[0].run_until_complete(run())
     import threading  # a loop of this thread waits for it
 
-    found: list[Any] = []
+    results: list[tuple[bool, Any]] = []
 
     def work() -> None:
         try:
-            found.append((True, asyncio.run(waited())))
+            results.append((True, asyncio.run(run())))
         except BaseException as error:
-            found.append((False, error))
+            results.append((False, error))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    fine, value = found[0]
-    if not fine:
+    has_succeeded, value = results[0]
+    if not has_succeeded:
         raise value
     return value

@@ -10,16 +10,21 @@ from .remote_exceptions import make_remote_method
 
 
 def _get_attribute(self: Any, name: str) -> Any:
-    place = vars(self)["_place"]
-    if name.startswith("__") and not is_dunder_allowed(place, name):
+    ref: RemoteRef = vars(self)["_remote_ref"]
+    if name.startswith("__") and not is_dunder_allowed(ref, name):
         raise AttributeError(name)
-    return place.ask("get", name)
+    return ref.request("get", name)
+
+
+def _request(self: Any, operation: str) -> Any:
+    ref: RemoteRef = vars(self)["_remote_ref"]
+    return ref.request(operation)
 
 
 _MEMBERS = {
     "__getattr__": _get_attribute,
-    "__repr__": lambda self: str(vars(self)["_place"].ask("repr")),
-    "__str__": lambda self: str(vars(self)["_place"].ask("str")),
+    "__repr__": lambda self: str(_request(self, "repr")),
+    "__str__": lambda self: str(_request(self, "str")),
     "__format__": make_remote_method("operator", "__format__"),
 }
 _CLASS_CACHE: dict[Any, Any] = {}
@@ -43,17 +48,17 @@ def _make_override(name: str, base: Any) -> Callable[..., Any]:
     """
     exact = base in (int, float, complex, frozenset)
 
-    def method(self: Any, *others: Any, **named: Any) -> Any:
-        place = vars(self)["_place"]
+    def method(self: Any, *others: Any, **kwargs: Any) -> Any:
+        ref: RemoteRef = vars(self)["_remote_ref"]
         if not name.startswith("__"):
-            return place.ask("get", name)(*others, **named)
+            return ref.request("get", name)(*others, **kwargs)
         if name == "__call__":
-            return place.ask("call", list(others), named)
+            return ref.request("call", list(others), kwargs)
         ordered = name.strip("_") in ORDER
         if others and get_ref(others[0]) is None and (exact or ordered):
             plain = getattr(base, name, None)
             return NotImplemented if plain is None else plain(self, *others)
-        return place.ask(
+        return ref.request(
             *([_REMOTE_OPERATIONS[name]] if name in _REMOTE_OPERATIONS else ["operator", name]),
             *others,
         )
@@ -65,7 +70,7 @@ def make_data_proxy(data: Any, ref: RemoteRef, overridden_names: tuple[str, ...]
     """Return data whose overridden names, and further attributes, are those of a remote object."""
     base = type(data)
     if base not in value_codec.DATA_BASES:
-        raise ValueError("an object that is data and is none")
+        raise ValueError("an object of a type that is not data")
     if (base, overridden_names) not in _CLASS_CACHE:
         names = [
             name for name in overridden_names if name in _OVERRIDABLE or not name.startswith("_")
@@ -73,5 +78,5 @@ def make_data_proxy(data: Any, ref: RemoteRef, overridden_names: tuple[str, ...]
         members = {**_MEMBERS, **{name: _make_override(name, base) for name in names}}
         _CLASS_CACHE[base, overridden_names] = DataProxyMeta(base.__name__, (base,), members)
     made = _CLASS_CACHE[base, overridden_names](data)
-    vars(made)["_place"] = ref
+    vars(made)["_remote_ref"] = ref
     return made

@@ -1,6 +1,6 @@
 """Synchronisation of the scratch directories of tests and solution.
 
-Their jails have a file system each. The next request or answer carries the changes of one side.
+Each jail has its own file system. Each request or answer carries the changes of its sender.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ _OS_OPEN, _BUILTIN_OPEN = os.open, open
 
 
 class FileSync:
-    """Scratch directory of one side."""
+    """Synchronised scratch directory of one side."""
 
     def __init__(self, root: str) -> None:
         self._root = os.path.realpath(root)
-        self._known: dict[str, int] = {}  # a hash of each file's content: it only detects changes
+        self._content_hashes: dict[str, int] = {}  # hashes that detect changes, by file name
 
-    def changes(self) -> dict[str, str | None]:
+    def collect_changes(self) -> dict[str, str | None]:
         """Return the files that are new or changed, with content in hexadecimal.
 
         A name that ends with a slash is a directory; None marks a deleted file.
         """
-        found: dict[str, str | None] = {}
+        changes: dict[str, str | None] = {}
         size = 0
         now: dict[str, int] = {}
         for name, content in self._walk():
             digest = hash(content)
-            if self._known.get(name) != digest:
+            if self._content_hashes.get(name) != digest:
                 size += len(content)
                 if size > MAX_MESSAGE_BYTES:
                     break
-                found[name] = content.hex()
+                changes[name] = content.hex()
             now[name] = digest
         else:
-            found.update(dict.fromkeys(set(self._known) - set(now)))
-        self._known = now
-        return found
+            changes.update(dict.fromkeys(set(self._content_hashes) - set(now)))
+        self._content_hashes = now
+        return changes
 
     def _walk(self) -> Iterator[tuple[str, bytes]]:
         for folder, folders, names in os.walk(self._root):
@@ -58,7 +58,7 @@ class FileSync:
                     with _BUILTIN_OPEN(path, "rb", opener=_open_without_links) as file:
                         yield os.path.normpath(os.path.join(inside, name)), file.read()
 
-    def change(self, changes: Any) -> None:
+    def apply_changes(self, changes: Any) -> None:
         """Apply the changes of the other side."""
         for name, content in sorted(changes.items()):
             path = os.path.join(self._root, str(name))
@@ -66,18 +66,20 @@ class FileSync:
             if parent != self._root and not parent.startswith(self._root + "/"):
                 raise ValueError("a file outside of the scratch directory")
             if content is None:
-                self._known.pop(name, None)
-                with contextlib.suppress(OSError):  # it is gone, or has files of this side
+                self._content_hashes.pop(name, None)
+                with contextlib.suppress(
+                    OSError
+                ):  # it is missing, or a directory with files of this side
                     (os.rmdir if name.endswith("/") else os.unlink)(path.rstrip("/"))
             elif name.endswith("/"):
                 os.makedirs(path, exist_ok=True)
-                self._known[name] = hash(b"")
+                self._content_hashes[name] = hash(b"")
             else:
                 data = bytes.fromhex(content)
                 os.makedirs(parent, exist_ok=True)
                 with _BUILTIN_OPEN(path, "wb", opener=_open_without_links) as file:
                     file.write(data)
-                self._known[name] = hash(data)
+                self._content_hashes[name] = hash(data)
 
 
 def _open_without_links(path: str, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""Operations of one jail on its own objects for the other, and limits for a solution."""
+"""Operations that a jail applies to its objects for the other jail, and limits for a solution."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ CONVERSIONS: dict[str, Callable[..., Any]] = {
 
 
 def _compare_equal(target: Any, other: Any) -> list[bool]:
-    """Return whether they are equal, and whether `target` also equals an object unknown to it."""
+    """Return whether both are equal, and whether `target` also equals an unknown object."""
     equal = bool(target == other)
-    with contextlib.suppress(Exception):  # it reads attributes that only its own class has
+    with contextlib.suppress(Exception):  # its `__eq__` may read attributes that only its class has
         return [equal, equal and bool(target == object())]
     return [equal, False]
 
 
 def _is_inconsistent(target: Any, other: Any) -> bool:
     """Return whether `target` is both above and below the other."""
-    with contextlib.suppress(Exception):  # it has only one of them
+    with contextlib.suppress(Exception):  # one of the operators is missing
         return bool(target < other) and bool(target > other)
     return False
 
@@ -66,17 +66,17 @@ def to_builtin(target: Any) -> Any:
 
 
 def _set_attribute(target: Any, name: str, value: Any) -> None:
-    """Set an attribute; functions of the tests become methods, as their own would."""
-    place = get_ref(value)
-    if isinstance(target, type) and place is not None and place.builtin is types.FunctionType:
+    """Set an attribute; functions of the tests become methods, as functions of the solution do."""
+    ref = get_ref(value)
+    if isinstance(target, type) and ref is not None and ref.builtin_class is types.FunctionType:
         value = decode_member(("function", value, name, False))
     setattr(target, name, value)
 
 
 def _derive_class(target: Any, name: str, bases: tuple[Any, ...], members: dict[str, Any]) -> Any:
     """Derive a class of the tests from the solution's."""
-    made = {key: decode_member(value) for key, value in members.items()}
-    return types.new_class(name, bases, {}, lambda space: space.update(made))
+    own_members = {key: decode_member(value) for key, value in members.items()}
+    return types.new_class(name, bases, {}, lambda space: space.update(own_members))
 
 
 def decode_member(value: Any) -> Any:
@@ -98,26 +98,31 @@ def decode_member(value: Any) -> Any:
 
 
 def _list_public_names(target: Any) -> list[str]:
-    own = getattr(target, "__all__", None)
-    return list(own) if own is not None else [n for n in vars(target) if not n.startswith("_")]
+    exported = getattr(target, "__all__", None)
+    return (
+        list(exported)
+        if exported is not None
+        else [n for n in vars(target) if not n.startswith("_")]
+    )
 
 
 _ORIGINALS: dict[tuple[str, str], Any] = {}
 
 
 def _patch(target: Any, module: str, name: str, value: Any) -> None:
-    """Replace a name of a module by `value`; see `_restored`."""
-    found = importlib.import_module(module)
-    _ORIGINALS.setdefault((module, name), getattr(found, name, _ORIGINALS))
-    setattr(found, name, value)
+    """Replace a name of a module by `value`; see `_restore`."""
+    library_module = importlib.import_module(module)
+    _ORIGINALS.setdefault((module, name), getattr(library_module, name, _ORIGINALS))
+    setattr(library_module, name, value)
 
 
 def _restore(target: Any, module: str, name: str) -> None:
-    found, original = importlib.import_module(module), _ORIGINALS.pop((module, name), _ORIGINALS)
+    library_module = importlib.import_module(module)
+    original = _ORIGINALS.pop((module, name), _ORIGINALS)
     if original is not _ORIGINALS:
-        setattr(found, name, original)
-    elif hasattr(found, name):
-        delattr(found, name)
+        setattr(library_module, name, original)
+    elif hasattr(library_module, name):
+        delattr(library_module, name)
 
 
 def _call_function(target: Any, module: str, name: str, args: Any, kwargs: Any) -> Any:
@@ -148,7 +153,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "str": str,
     "kind": type,
     "equal": _compare_equal,
-    "foolish": _is_inconsistent,
+    "inconsistent": _is_inconsistent,
     "content": to_builtin,
     "instance": lambda target, value: isinstance(value, target),
     "is_a": isinstance,
@@ -191,7 +196,7 @@ class RecordedOutput:
     def stop(self) -> None:
         sys.stdout, sys.stderr = self._before
 
-    def taken(self) -> list[str]:
+    def read(self) -> list[str]:
         """Return the text of standard output and error."""
         for stream in self._streams:
             stream.flush()
@@ -212,7 +217,7 @@ ALWAYS_ALLOWED = (
     "call",
     "iter",
     "next",
-)  # it was passed in order to be called
+)  # operations for which objects are passed
 TESTS_ONLY = ("content", "derive", "super", "names", "patch", "restore", "call_named")
 ALLOWED_ATTRIBUTES = ("__name__", "__qualname__", "__doc__", "__module__")
 ALLOWED_LIBRARY_CLASSES = {
@@ -236,7 +241,7 @@ DENIED_MOCK_ATTRIBUTES = (
 def has_public_interface(target: Any) -> bool:
     """Return whether the public attributes of an object are an interface.
 
-    It is one for an object of a class that the tests define, a mock, or one of few classes of the
+    True for objects of classes that the tests define, mocks, and objects of few classes of the
     standard library.
     """
     kind = type(target)
@@ -275,8 +280,8 @@ def can_hand_over(value: Any) -> bool:
     return used or callable(value) or kind is object or has_public_interface(value)
 
 
-# Names that the solution may send to mean the tests' own objects. Not all of the library: it has
-# classes whose instances equal everything, as that of `unittest.mock.ANY`.
+# Modules whose names the solution may send to refer to objects of the tests' jail. Not the whole
+# library: it has classes whose instances equal everything, as that of `unittest.mock.ANY`.
 _SHARED_MODULES = (
     "builtins abc array bisect cmath collections collections.abc copy dataclasses datetime decimal "
     "enum fractions functools heapq inspect io itertools json logging math numbers operator os "
@@ -285,10 +290,10 @@ _SHARED_MODULES = (
 SHARED_MODULES = frozenset(_SHARED_MODULES.split())
 
 
-def is_shared(module: str, found: Any) -> bool:
+def is_shared(module: str, value: Any) -> bool:
     """Return whether a module, or a class of it, is the same to both sides."""
     return module in SHARED_MODULES or (
-        isinstance(found, type) and issubclass(found, BaseException)
+        isinstance(value, type) and issubclass(value, BaseException)
     )
 
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable, NoReturn
 
 from . import value_codec
 from .remote_exceptions import RemoteExceptionMeta
 
-MAKER_KINDS = ("", "capital", "class")  # see `RemoteRef.makes`
+if TYPE_CHECKING:
+    from .object_connection import ObjectConnection
+
+MAKER_KINDS = ("", "capital", "class")  # see `RemoteRef.maker_kind`
 TESTS = "tests"  # name of the module that holds them
 ORDER = ("lt", "le", "gt", "ge")
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
@@ -32,49 +35,60 @@ FUNCTION_ATTRIBUTES = _FUNCTION_ATTRIBUTES.split()
 
 
 class RemoteRef:
-    """Location of an object, and the operations permitted on it."""
+    """Reference to an object of the other side, and the operations permitted on it."""
 
-    builtin: Any = None  # its class, if that is a built-in one
-    base: Any = None  # list, dict or set, if its class derives from it
-    identity = False  # it equals itself only
-    makes = ""  # calling it makes instances under test: "class", or "capital" for a name like GCD
-    made = ""  # name of its maker
-    named = False  # the tests have imported it
-    direct = False  # by name, and the test did that
-    seen = False  # it has seen data in arithmetic
+    builtin_class: type[Any] | None = None  # the object's class, if that is a built-in one
+    builtin_base: type[Any] | None = None  # list, dict or set, if its class derives from it
+    compares_by_identity = False  # the object equals itself only
+    maker_kind = ""  # calling it makes instances under test: "class"; "capital": a name like GCD
+    made_by = ""  # `maker_kind` of the object that made it
+    is_imported = False  # the tests have imported it
+    is_made_by_test = False  # the test itself has called the maker by name
+    has_seen_data = False  # the object has seen data in arithmetic
 
-    def __init__(self, side: Any, number: int, kind: str) -> None:
-        self.side, self.number, self.kind = side, number, kind
+    def __init__(self, connection: ObjectConnection, number: int, kind: str) -> None:
+        self.connection, self.number, self.kind = connection, number, kind
 
-    def ask(self, operation: str, *arguments: Any) -> Any:
-        return self.side.ask(operation, self.number, *arguments)
+    def request(self, operation: str, *arguments: Any) -> Any:
+        """Request an operation on this object; see `ObjectConnection.request`."""
+        return self.connection.request(operation, self.number, *arguments)
 
-    def reached(self, name: str, imported: bool = False) -> None:
+    def record_name(self, name: str, imported: bool = False) -> None:
         """Record the name that reached this object.
 
         Of several names that tests import, the one with the fewest rights counts.
         """
-        makes = classify_name(name)
-        if imported and self.named:
-            self.makes = min(self.makes, makes, key=MAKER_KINDS.index)
-        elif imported or not self.makes:
-            self.makes = makes
-        self.named = self.named or imported
+        kind = classify_name(name)
+        if imported and self.is_imported:
+            self.maker_kind = min(self.maker_kind, kind, key=MAKER_KINDS.index)
+        elif imported or not self.maker_kind:
+            self.maker_kind = kind
+        self.is_imported = self.is_imported or imported
 
-    def refuse(self, what: str, provoked: bool = False) -> None:
-        self.side.refuse(what, provoked)
+    def reject(self, what: str, by_solution: bool = False) -> NoReturn:
+        """Reject an operation on this object; see `ObjectConnection.reject`."""
+        self.connection.reject(what, by_solution)
 
 
-def get_ref(value: Any) -> Any:
+def get_own_ref(proxy: RemoteProxy) -> RemoteRef:
+    """Return the RemoteRef of a RemoteProxy."""
+    ref: RemoteRef = object.__getattribute__(proxy, "_remote_ref")
+    return ref
+
+
+def get_ref(value: Any) -> RemoteRef | None:
     """Return the RemoteRef of a proxy; None for any other object."""
     kind = type(value)
     if kind is RemoteProxy:
-        return object.__getattribute__(value, "_remote")
-    if isinstance(kind, DataProxyMeta) or isinstance(value, BaseException):
-        return vars(value).get("_place")
-    if isinstance(kind, type) and issubclass(kind, RemoteExceptionMeta):
-        return vars(value).get("_place")
-    return None
+        return get_own_ref(value)
+    ref: RemoteRef | None = None
+    if (
+        isinstance(kind, DataProxyMeta)
+        or isinstance(value, BaseException)
+        or (isinstance(kind, type) and issubclass(kind, RemoteExceptionMeta))
+    ):
+        ref = vars(value).get("_remote_ref")
+    return ref
 
 
 def classify_name(name: str) -> str:
@@ -87,115 +101,117 @@ def classify_name(name: str) -> str:
 class RemoteProxy:
     """Proxy of an object of the other jail."""
 
-    __slots__ = ("_remote",)
+    __slots__ = ("_remote_ref",)
 
-    def __init__(self, place: RemoteRef) -> None:
-        object.__setattr__(self, "_remote", place)
+    def __init__(self, ref: RemoteRef) -> None:
+        object.__setattr__(self, "_remote_ref", ref)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        place = get_ref(self)
-        if place.builtin is not None or place.base is not None:
-            return place.builtin or place.base
-        if place.side.trusted and sys._getframe(1).f_globals.get("__name__") == TESTS:
-            return place.ask("kind")
+        ref = get_own_ref(self)
+        if ref.builtin_class is not None or ref.builtin_base is not None:
+            return ref.builtin_class or ref.builtin_base
+        if ref.connection.is_trusted and sys._getframe(1).f_globals.get("__name__") == TESTS:
+            return ref.request("kind")
         return RemoteProxy
 
-    __doc__ = property(lambda self: get_ref(self).ask("get", "__doc__"))
+    __doc__ = property(lambda self: get_own_ref(self).request("get", "__doc__"))
 
     def __getattr__(self, name: str) -> Any:
-        place = get_ref(self)
-        if name.startswith("__") and name.endswith("__") and not is_dunder_allowed(place, name):
+        ref = get_own_ref(self)
+        if name.startswith("__") and name.endswith("__") and not is_dunder_allowed(ref, name):
             raise AttributeError(name)
-        value = place.ask("get", name)
-        found = get_ref(value)
-        if found is not None:
-            found.reached(name)
+        value = ref.request("get", name)
+        value_ref = get_ref(value)
+        if value_ref is not None:
+            value_ref.record_name(name)
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        place = get_ref(self)
-        value = place.ask("call", list(args), kwargs)
-        if place.makes and type(value) is RemoteProxy:
-            get_ref(value).made, get_ref(value).direct = place.makes, True
+        ref = get_own_ref(self)
+        value = ref.request("call", list(args), kwargs)
+        if ref.maker_kind and type(value) is RemoteProxy:
+            result_ref = get_own_ref(value)
+            result_ref.made_by, result_ref.is_made_by_test = ref.maker_kind, True
         return value
 
     def __hash__(self) -> int:
-        place = get_ref(self)
-        if place.identity:
-            return hash(("remote", place.number))
-        return int(place.ask("hash"))
+        ref = get_own_ref(self)
+        if ref.compares_by_identity:
+            return hash(("remote", ref.number))
+        return int(ref.request("hash"))
 
     def __len__(self) -> int:
-        return int(_require_no_data_seen(self).ask("len"))
+        return int(_require_no_data_seen(self).request("len"))
 
     def __iter__(self) -> Any:
-        return get_ref(self).ask("iter")
+        return get_own_ref(self).request("iter")
 
     def __contains__(self, value: Any) -> bool:
-        place = get_ref(self)
-        if place.base is not None:
-            return value in place.ask("content")
-        if place.made or get_ref(value) is not None or not place.side.trusted:
-            return bool(place.ask("in", value))
+        ref = get_own_ref(self)
+        if ref.builtin_base is not None:
+            return value in ref.request("content")
+        if ref.made_by or get_ref(value) is not None or not ref.connection.is_trusted:
+            return bool(ref.request("in", value))
         return any(item is value or item == value for item in self)
 
     def __bool__(self) -> bool:
-        return bool(_require_no_data_seen(self).ask("bool"))
+        return bool(_require_no_data_seen(self).request("bool"))
 
     def __repr__(self) -> str:
-        return str(get_ref(self).ask("repr"))
+        return str(get_own_ref(self).request("repr"))
 
     def __str__(self) -> str:
-        return str(get_ref(self).ask("str"))
+        return str(get_own_ref(self).request("str"))
 
     def __eq__(self, other: Any) -> Any:
-        place, theirs = get_ref(self), get_ref(other)
+        ref = get_own_ref(self)
         if type(other) is RemoteProxy:
-            if place.number == theirs.number and place.identity:
+            other_ref = get_own_ref(other)
+            if ref.number == other_ref.number and ref.compares_by_identity:
                 return True
-            if place.identity and theirs.identity:
+            if ref.compares_by_identity and other_ref.compares_by_identity:
                 return False
-            if not place.side.trusted:
-                return bool(place.ask("operator", "__eq__", other))
-            equal, foolish = place.ask("equal", other)
-            return equal is True and foolish is False
-        if place.base is not None and isinstance(other, place.base):
-            return place.ask("content") == other
-        if not place.side.trusted:
-            return not place.identity and bool(place.ask("operator", "__eq__", other))
+            if not ref.connection.is_trusted:
+                return bool(ref.request("operator", "__eq__", other))
+            equal, equals_unknown = ref.request("equal", other)
+            return equal is True and equals_unknown is False
+        if ref.builtin_base is not None and isinstance(other, ref.builtin_base):
+            return ref.request("content") == other
+        if not ref.connection.is_trusted:
+            return not ref.compares_by_identity and bool(ref.request("operator", "__eq__", other))
         if not _is_data(other):
             return NotImplemented  # an object of the tests: approx, ANY, and their own
-        claims = place.ask("equal", other) if place.made else None
-        if claims == [True, False] and place.made == "class" and place.direct:
-            what = f"equality of a {place.kind} with plain data, by its own `__eq__`"
-            place.refuse(what, provoked=True)
+        claims = ref.request("equal", other) if ref.made_by else None
+        if claims == [True, False] and ref.made_by == "class" and ref.is_made_by_test:
+            what = f"equality of a {ref.kind} with plain data, by its own `__eq__`"
+            ref.reject(what, by_solution=True)
         return False
 
     def __instancecheck__(self, value: Any) -> bool:
-        return get_ref(value) is not None and bool(get_ref(self).ask("instance", value))
+        return get_ref(value) is not None and bool(get_own_ref(self).request("instance", value))
 
     def __subclasscheck__(self, value: Any) -> bool:
-        return get_ref(value) is not None and bool(get_ref(self).ask("subclass", value))
+        return get_ref(value) is not None and bool(get_own_ref(self).request("subclass", value))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        return get_ref(self).ask("exit", kind, error, None)
+        return get_own_ref(self).request("exit", kind, error, None)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return get_ref(self).ask("deepcopy")
+        return get_own_ref(self).request("deepcopy")
 
     def __await__(self) -> Any:
-        return get_ref(self).ask("await")
+        return get_own_ref(self).request("await")
         yield
 
     async def __anext__(self) -> Any:
-        return get_ref(self).ask("anext")
+        return get_own_ref(self).request("anext")
 
     async def __aenter__(self) -> Any:
-        return get_ref(self).ask("aenter")
+        return get_own_ref(self).request("aenter")
 
     async def __aexit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        return get_ref(self).ask("aexit", kind, error, None)
+        return get_own_ref(self).request("aexit", kind, error, None)
 
     def __mro_entries__(self, bases: Any) -> Any:
         from . import remote_subclasses
@@ -205,23 +221,23 @@ class RemoteProxy:
 
 def is_dunder_allowed(ref: RemoteRef, name: str) -> bool:
     """Return whether the tests themselves, or a decorator, read a name like `__name__`."""
-    if not ref.side.trusted:
+    if not ref.connection.is_trusted:
         return name in ("__name__", "__qualname__", "__doc__", "__module__")
-    if ref.builtin is types.FunctionType and name in FUNCTION_ATTRIBUTES:
+    if ref.builtin_class is types.FunctionType and name in FUNCTION_ATTRIBUTES:
         return True
-    if ref.builtin is type and name == "__dict__":  # `mock.patch` reads these first
+    if ref.builtin_class is type and name == "__dict__":  # `mock.patch` reads these first
         return True
     return sys._getframe(2).f_globals.get("__name__") == TESTS
 
 
-def _require_no_data_seen(target: RemoteProxy) -> Any:
+def _require_no_data_seen(target: RemoteProxy) -> RemoteRef:
     """Return the reference of an object that has seen no data in arithmetic, and may give a
     verdict.
     """
-    place = get_ref(target)
-    if place.seen:
-        raise TypeError(f"a verdict of a {place.kind} of the solution, where data was due")
-    return place
+    ref = get_own_ref(target)
+    if ref.has_seen_data:
+        raise TypeError(f"a verdict of a {ref.kind} of the solution, where data was due")
+    return ref
 
 
 def _is_data(value: Any) -> bool:
@@ -234,50 +250,61 @@ def _is_data(value: Any) -> bool:
 
 def _make_order_operator(name: str) -> Callable[..., Any]:
     def operator(self: RemoteProxy, other: Any) -> Any:
-        place = get_ref(self)
-        if place.base is not None and isinstance(other, place.base):
-            return getattr(place.ask("content"), f"__{name}__")(other)
-        if type(other) is not RemoteProxy and place.side.trusted:
-            if not place.made or not _is_data(other):
+        ref = get_own_ref(self)
+        if ref.builtin_base is not None and isinstance(other, ref.builtin_base):
+            return getattr(ref.request("content"), f"__{name}__")(other)
+        if type(other) is not RemoteProxy and ref.connection.is_trusted:
+            if not ref.made_by or not _is_data(other):
                 return NotImplemented
-            place.ask("operator", f"__{name}__", other)
-            if place.made == "class" and place.direct and not place.ask("foolish", other):
-                what = f"order of a {place.kind} and plain data, by its own `__{name}__`"
-                place.refuse(what, provoked=True)
+            ref.request("operator", f"__{name}__", other)
+            if (
+                ref.made_by == "class"
+                and ref.is_made_by_test
+                and not ref.request("inconsistent", other)
+            ):
+                what = f"order of a {ref.kind} and plain data, by its own `__{name}__`"
+                ref.reject(what, by_solution=True)
             return NotImplemented
-        return place.ask("operator", f"__{name}__", other)
+        return ref.request("operator", f"__{name}__", other)
 
     return operator
 
 
 def _make_arithmetic_operator(name: str) -> Callable[..., Any]:
     def operator(self: RemoteProxy, other: Any) -> Any:
-        place = get_ref(self)
-        if place.base is not None and isinstance(other, place.base) and not name.startswith("i"):
+        ref = get_own_ref(self)
+        if (
+            ref.builtin_base is not None
+            and isinstance(other, ref.builtin_base)
+            and not name.startswith("i")
+        ):
             value = (
                 None
                 if name in DIFFERENCE_OPERATORS
-                else place.ask("operator", f"__{name}__", other)
+                else ref.request("operator", f"__{name}__", other)
             )
             if type(value) is RemoteProxy:  # one of its own kind, which is compared by its content
                 return value
-            return getattr(place.ask("content"), f"__{name}__")(other)
-        value = place.ask("operator", f"__{name}__", other)
-        if not place.side.trusted:
+            return getattr(ref.request("content"), f"__{name}__")(other)
+        value = ref.request("operator", f"__{name}__", other)
+        if not ref.connection.is_trusted:
             return value
-        found, theirs = get_ref(value), get_ref(other)
-        if found is not None:
-            found.direct = False
+        result_ref = get_ref(value)
+        if result_ref is not None:
+            result_ref.is_made_by_test = False
         if type(other) is RemoteProxy:
-            if found is not None:
-                found.made = found.made or place.made or theirs.made
-                found.seen = found.seen or place.seen or theirs.seen
-            elif place.seen or theirs.seen:
+            other_ref = get_own_ref(other)
+            if result_ref is not None:
+                result_ref.made_by = result_ref.made_by or ref.made_by or other_ref.made_by
+                result_ref.has_seen_data = (
+                    result_ref.has_seen_data or ref.has_seen_data or other_ref.has_seen_data
+                )
+            elif ref.has_seen_data or other_ref.has_seen_data:
                 raise TypeError(f"data for {name} of objects of the solution that have seen data")
-        elif found is not None:
-            found.made = found.made or place.made
-            found.seen = found.seen or place.made != "class"
-        elif place.made != "class" or name in DIFFERENCE_OPERATORS:
+        elif result_ref is not None:
+            result_ref.made_by = result_ref.made_by or ref.made_by
+            result_ref.has_seen_data = result_ref.has_seen_data or ref.made_by != "class"
+        elif ref.made_by != "class" or name in DIFFERENCE_OPERATORS:
             # It may have seen the expected value.
             raise TypeError(f"data for {name} of an object of the solution and data")
         return value
@@ -287,20 +314,20 @@ def _make_arithmetic_operator(name: str) -> Callable[..., Any]:
 
 def _make_conversion(name: str) -> Callable[..., Any]:
     def operator(self: RemoteProxy, *others: Any) -> Any:
-        place = get_ref(self)
-        value = place.ask("operator", f"__{name}__", *others)
-        if not place.seen:
+        ref = get_own_ref(self)
+        value = ref.request("operator", f"__{name}__", *others)
+        if not ref.has_seen_data:
             return value
         if type(value) is not RemoteProxy:
-            raise TypeError(f"a verdict of a {place.kind} of the solution, where data was due")
-        get_ref(value).seen = True
+            raise TypeError(f"a verdict of a {ref.kind} of the solution, where data was due")
+        get_own_ref(value).has_seen_data = True
         return value
 
     return operator
 
 
 def _make_forwarder(operation: str) -> Callable[..., Any]:
-    return lambda self, *arguments: get_ref(self).ask(operation, *arguments)
+    return lambda self, *arguments: get_own_ref(self).request(operation, *arguments)
 
 
 _FORWARDED = "next:next getitem:item setitem:set_item delitem:del_item enter:enter"

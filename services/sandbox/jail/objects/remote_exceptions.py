@@ -5,41 +5,49 @@ So `except`, `isinstance` and the bases of an exception mean the same on both si
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-TEXT = 2000  # characters of an exception's text
-CAUSES = 5  # of an exception, and of these
+if TYPE_CHECKING:
+    from .proxies import RemoteRef
+
+MAX_TEXT_CHARACTERS = 2000  # of an exception's text
+MAX_CAUSES = 5  # longest chain of causes that crosses
 
 
 class SolutionError(Exception):
-    """Exception of the solution, where no class is closer."""
+    """Exception of the solution whose class has no equivalent on this side."""
 
 
 class EscapedStopIteration(RuntimeError):
-    """StopIteration that left a call: in `map` or a loop of the tests it would be an end."""
+    """Error raised when the solution's StopIteration leaves a call.
+
+    In `map` or a loop of the tests a StopIteration would end the iteration.
+    """
 
 
 class RemoteExceptionMeta(type):
     """Metaclass of classes that represent exception classes of the other side."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        place = vars(cls).get("_place")
-        if place is None:  # the tests have derived it
+        ref: RemoteRef | None = vars(cls).get("_remote_ref")
+        if ref is None:  # the tests have derived it
             return super().__call__(*args, **kwargs)
-        return place.ask("call", list(args), kwargs)
+        return ref.request("call", list(args), kwargs)
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__") or name == "_place":
+        if name.startswith("__") or name == "_remote_ref":
             raise AttributeError(name)
-        place = next(vars(kind)["_place"] for kind in cls.__mro__ if "_place" in vars(kind))
-        return place.ask("get", name)
+        ref: RemoteRef = next(
+            vars(kind)["_remote_ref"] for kind in cls.__mro__ if "_remote_ref" in vars(kind)
+        )
+        return ref.request("get", name)
 
 
 def _get_attribute(self: Any, name: str) -> Any:
-    place = vars(self).get("_place")
-    if place is None or (name.startswith("__") and name != "__notes__"):
+    ref: RemoteRef | None = vars(self).get("_remote_ref")
+    if ref is None or (name.startswith("__") and name != "__notes__"):
         raise AttributeError(name)
-    return place.ask("get", name)
+    return ref.request("get", name)
 
 
 # Methods that a class of exceptions may define for its instances, and their operations.
@@ -55,11 +63,12 @@ REMOTE_METHODS = {
 }
 
 
-def make_remote_method(operation: str, *given: Any) -> Any:
-    """Make a method that an object of the other side answers."""
+def make_remote_method(operation: str, *leading: Any) -> Any:
+    """Make a method that requests an operation; `leading` arguments precede the call's own."""
 
     def method(self: Any, *arguments: Any) -> Any:
-        return vars(self)["_place"].ask(operation, *given, *arguments)
+        ref: RemoteRef = vars(self)["_remote_ref"]
+        return ref.request(operation, *leading, *arguments)
 
     return method
 
@@ -68,14 +77,17 @@ def _is_equal(self: Any, other: Any) -> Any:
     """Compare as the exception defines it, but never with data."""
     if not isinstance(other, BaseException):
         return False
-    equal, foolish = vars(self)["_place"].ask("equal", other)
-    return equal is True and foolish is False
+    ref: RemoteRef = vars(self)["_remote_ref"]
+    equal, equals_unknown = ref.request("equal", other)
+    return equal is True and equals_unknown is False
 
 
-def make_exception_class(ref: Any, name: str, bases: list[Any], remote_methods: list[str]) -> Any:
+def make_exception_class(
+    ref: RemoteRef, name: str, bases: list[Any], remote_methods: list[str]
+) -> Any:
     """Make a class that represents one of the other side."""
     kinds = [kind for kind in bases if isinstance(kind, type) and issubclass(kind, BaseException)]
-    members = {"_place": ref, "__module__": "solution"}
+    members = {"_remote_ref": ref, "__module__": "solution"}
     members.update({"__getattr__": _get_attribute, "__str__": _format})
     members.update(
         {n: make_remote_method(REMOTE_METHODS[n]) for n in remote_methods if n in REMOTE_METHODS}
@@ -98,17 +110,17 @@ def _format(self: Any) -> str:
 def decompose(error: BaseException) -> list[Any]:
     """Return an exception's class, arguments, text, attributes and cause."""
     try:
-        text = str(error)[:TEXT]
+        text = str(error)[:MAX_TEXT_CHARACTERS]
     except BaseException:
         text = ""
     attributes = {k: v for k, v in vars(error).items() if not k.startswith("_")}
     cause, depth, last = error.__cause__, 0, error.__cause__
-    while last is not None and depth < CAUSES:
+    while last is not None and depth < MAX_CAUSES:
         last, depth = last.__cause__, depth + 1
     return [type(error), error.args, text, attributes, cause if last is None else None]
 
 
-def rebuild(ref: Any, kind: Any, args: Any, text: str, attributes: Any, cause: Any) -> Any:
+def rebuild(ref: RemoteRef, kind: Any, args: Any, text: str, attributes: Any, cause: Any) -> Any:
     """Rebuild an exception of the other side from its parts."""
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         kind = SolutionError
@@ -126,7 +138,7 @@ def rebuild(ref: Any, kind: Any, args: Any, text: str, attributes: Any, cause: A
         for name, value in attributes.items():
             if not str(name).startswith("_"):
                 setattr(error, str(name), value)
-    error._place = ref
+    error._remote_ref = ref
     if isinstance(cause, BaseException):
         error.__cause__ = cause
     return error

@@ -1,4 +1,7 @@
-"""Classes of the tests that derive from the solution's: made there, with methods here."""
+"""Classes of the tests that derive from the solution's classes.
+
+The solution's side makes such a class; its methods run on the side of the tests.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,35 @@ SKIPPED_MEMBERS = ("__classcell__", "__orig_bases__", "__module__", "__static_at
 
 
 class RemoteSubclassMeta(type):
-    """Metaclass for a class statement with a base of the solution: returns the class made there."""
+    """Metaclass that derives a class of the tests from the solution's, on the solution's side."""
 
     def __new__(cls, name: str, bases: Any, members: Any, **options: Any) -> Any:
-        ours = [
-            vars(base)["of"] if isinstance(base, RemoteSubclassMeta) else base for base in bases
+        own_bases = [
+            vars(base)["remote"] if isinstance(base, RemoteSubclassMeta) else base for base in bases
         ]
-        place = next(get_ref(base) for base in ours if get_ref(base) is not None)
-        for base in ours:
+        refs = (get_ref(base) for base in own_bases)
+        ref = next(ref for ref in refs if ref is not None)
+        for base in own_bases:
             if get_ref(base) is None and base.__module__ == "tests":
-                place.refuse(f"class {name}, which derives from the solution's and from the tests'")
+                ref.reject(f"class {name}, which derives from the solution's and from the tests'")
         if options:
-            place.refuse(f"class {name} of the solution's with {', '.join(options)}")
-        told = {
+            ref.reject(f"class {name} of the solution's with {', '.join(options)}")
+        remote_members = {
             key: encode_member(value)
             for key, value in members.items()
             if key not in SKIPPED_MEMBERS
         }
-        made = place.ask("derive", name, tuple(ours), told)
+        made = ref.request("derive", name, tuple(own_bases), remote_members)
         if "__classcell__" in members:
             members["__classcell__"].cell_contents = made  # for `super()`
-        if get_ref(made) is not None:
-            get_ref(made).makes = "class"
+        made_ref = get_ref(made)
+        if made_ref is not None:
+            made_ref.maker_kind = "class"
         return made
 
 
 def make_base(remote: RemoteProxy) -> Any:
-    return type.__new__(RemoteSubclassMeta, "Base", (), {"of": remote})
+    return type.__new__(RemoteSubclassMeta, "Base", (), {"remote": remote})
 
 
 def encode_member(value: Any) -> Any:
@@ -56,20 +61,21 @@ def encode_member(value: Any) -> Any:
 class RemoteSuper:
     """Result of `super()` in a method whose class the solution's side made."""
 
-    def __init__(self, place: RemoteRef, kind: RemoteProxy) -> None:
-        self._found = place, kind
+    def __init__(self, ref: RemoteRef, kind: RemoteProxy) -> None:
+        self._target = ref, kind
 
     def __getattribute__(self, name: str) -> Any:
-        place, kind = object.__getattribute__(self, "_found")
-        return place.ask("super", kind, name)
+        target: tuple[RemoteRef, RemoteProxy] = object.__getattribute__(self, "_target")
+        ref, kind = target
+        return ref.request("super", kind, name)
 
 
-def resolve_super(*given: Any) -> Any:
+def resolve_super(*arguments: Any) -> Any:
     """Replace the built-in `super`, for the classes of both sides."""
-    if not given:
+    if not arguments:
         frame = sys._getframe(1)
-        given = (frame.f_locals["__class__"], frame.f_locals[frame.f_code.co_varnames[0]])
-    place = get_ref(given[-1])
-    if len(given) == 2 and get_ref(given[0]) is not None and place is not None:
-        return RemoteSuper(place, given[0])
-    return builtins.super(*given)
+        arguments = (frame.f_locals["__class__"], frame.f_locals[frame.f_code.co_varnames[0]])
+    ref = get_ref(arguments[-1])
+    if len(arguments) == 2 and get_ref(arguments[0]) is not None and ref is not None:
+        return RemoteSuper(ref, arguments[0])
+    return builtins.super(*arguments)

@@ -14,10 +14,10 @@ from typing import Any, Callable
 
 MAX_SHARED_ITEMS = 1000  # largest container whose later changes are sent
 MAX_SHARED_CONTAINERS = 256  # containers whose changes are detected
-DEPTH = 200
+MAX_DEPTH = 200  # of nested values
 MAX_PLAIN_INT = 1 << 62  # larger numbers cross as hexadecimal digits, of any number
 
-# Mutable types, with positions in a message. Each with how it is emptied and filled.
+# Mutable types, whose values have a position in a message.
 SEQUENCES = {"list": list, "deque": deque, "set": set, "bytearray": bytearray}
 MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 MUTABLE: dict[Any, str] = {kind: name for name, kind in [*SEQUENCES.items(), *MAPPINGS.items()]}
@@ -61,7 +61,7 @@ DATA = (type(None), bool, int, float, complex, str, bytes, bytearray)
 
 
 def extract_data(value: Any) -> Any:
-    """Return the data in an instance of a class that derives from one of `BASES`; None for
+    """Return the data in an instance of a class that derives from one of `DATA_BASES`; None for
     others.
     """
     return next((get(value) for kind, get in DATA_BASES.items() if isinstance(value, kind)), None)
@@ -92,18 +92,23 @@ def find_library_type(value: Any) -> tuple[str, str] | None:
 class MessageCodec:
     """Codec of a request and its answer."""
 
-    def __init__(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        """Create a codec; `pack` and `unpack` convert values that are no data."""
-        self._pack, self._unpack = pack, unpack
-        self.containers: list[Any] = []
-        self._places: dict[int, int] = {}
-        self._before: list[list[Any]] = []
+    def __init__(
+        self,
+        pack_other: Callable[[MessageCodec, Any, int], Any],
+        unpack_other: Callable[[MessageCodec, Any, int], Any],
+    ) -> None:
+        """Create a codec; `pack_other` and `unpack_other` convert values that are not data."""
+        self._pack_other, self._unpack_other = pack_other, unpack_other
+        self.containers: list[Any] = []  # of the message, in the order of their positions
+        self._indices: dict[int, int] = {}  # their positions, by their ids
+        self._states_before: list[list[Any]] = []  # see `record_states`
 
     # -- encoding
 
-    def packed(self, value: Any, depth: int = 0) -> Any:
-        if depth > DEPTH:
-            raise ValueError(f"a value nested deeper than {DEPTH}")
+    def pack(self, value: Any, depth: int = 0) -> Any:
+        """Return a value as [kind, part, ...] for JSON."""
+        if depth > MAX_DEPTH:
+            raise ValueError(f"a value nested deeper than {MAX_DEPTH}")
         kind = type(value)
         if value is None or kind in (bool, float, str):
             return ["value", value]
@@ -112,13 +117,13 @@ class MessageCodec:
                 ["value", value] if -MAX_PLAIN_INT < value < MAX_PLAIN_INT else ["int", hex(value)]
             )
         if kind in MUTABLE:
-            return self._container(value, depth)
+            return self._pack_container(value, depth)
         if kind in (bytes, memoryview):
             return ["bytes", bytes(value).hex()]
         if kind is complex:
             return ["complex", value.real, value.imag]
         if kind is tuple or kind is frozenset:
-            return [kind.__name__, [self.packed(item, depth + 1) for item in value]]
+            return [kind.__name__, [self.pack(item, depth + 1) for item in value]]
         if kind is type and value in NAMES_BY_TYPE:
             return ["type", NAMES_BY_TYPE[value]]
         key = find_library_type(value)
@@ -126,48 +131,49 @@ class MessageCodec:
             return [
                 "of",
                 *key,
-                [self.packed(part, depth + 1) for part in LIBRARY_TYPES[key](value)],
+                [self.pack(part, depth + 1) for part in LIBRARY_TYPES[key](value)],
             ]
         for name, single in SINGLE.items():
             if value is single:
                 return ["single", name]
-        return self._pack(self, value, depth)
+        return self._pack_other(self, value, depth)
 
-    def _container(self, value: Any, depth: int) -> Any:
-        place = self._places.get(id(value))
-        if place is not None:
-            return ["again", place]
-        live = self._pack(self, value, depth)  # one that both sides have by its number
-        if live is not None:
-            return live
+    def _pack_container(self, value: Any, depth: int) -> Any:
+        index = self._indices.get(id(value))
+        if index is not None:
+            return ["again", index]
+        shared = self._pack_other(self, value, depth)  # a container that both sides share
+        if shared is not None:
+            return shared
         self._register(value)
-        return [MUTABLE[type(value)], *self.content(value, depth)]
+        return [MUTABLE[type(value)], *self.pack_content(value, depth)]
 
-    def content(self, value: Any, depth: int = 0) -> list[Any]:
+    def pack_content(self, value: Any, depth: int = 0) -> list[Any]:
         """Return the packed content of a container."""
         name = MUTABLE[type(value)]
         if name == "bytearray":
             return [bytes(value).hex()]
         if name in MAPPINGS:
             pairs = [
-                [self.packed(key, depth + 1), self.packed(item, depth + 1)]
+                [self.pack(key, depth + 1), self.pack(item, depth + 1)]
                 for key, item in dict.items(value)
             ]
             if name != "defaultdict":
                 return [pairs]
-            return [pairs, self.packed(value.default_factory, depth + 1)]
-        items = [self.packed(item, depth + 1) for item in value]
+            return [pairs, self.pack(value.default_factory, depth + 1)]
+        items = [self.pack(item, depth + 1) for item in value]
         return [items, value.maxlen] if name == "deque" else [items]
 
     def _register(self, container: Any) -> None:
-        self._places[id(container)] = len(self.containers)
+        self._indices[id(container)] = len(self.containers)
         self.containers.append(container)
 
     # -- decoding
 
-    def unpacked(self, packed: Any, depth: int = 0) -> Any:
-        if depth > DEPTH:
-            raise ValueError(f"a value nested deeper than {DEPTH}")
+    def unpack(self, packed: Any, depth: int = 0) -> Any:
+        """Return the value that `pack` of the other side has packed; any error for invalid data."""
+        if depth > MAX_DEPTH:
+            raise ValueError(f"a value nested deeper than {MAX_DEPTH}")
         kind, *rest = packed
         if kind == "value" and (rest[0] is None or type(rest[0]) in (bool, int, float, str)):
             return rest[0]
@@ -176,85 +182,85 @@ class MessageCodec:
         if kind == "again":
             return self.containers[abs(int(rest[0]))]
         if kind in SEQUENCES or kind in MAPPINGS:
-            made: Any = {**SEQUENCES, **MAPPINGS}[kind]()
+            container: Any = {**SEQUENCES, **MAPPINGS}[kind]()
             if kind == "deque":
-                made = deque(maxlen=rest[1])
-            self._register(made)
-            self.fill(made, rest, depth)
+                container = deque(maxlen=rest[1])
+            self._register(container)
+            self.fill_container(container, rest, depth)
             if kind == "defaultdict":
-                made.default_factory = self.unpacked(rest[1], depth + 1)
-            return made
+                container.default_factory = self.unpack(rest[1], depth + 1)
+            return container
         if kind == "bytes":
             return bytes.fromhex(rest[0])
         if kind == "complex":
             return complex(float(rest[0]), float(rest[1]))
         if kind in IMMUTABLE:
-            return IMMUTABLE[kind]([self.unpacked(item, depth + 1) for item in rest[0]])
+            return IMMUTABLE[kind]([self.unpack(item, depth + 1) for item in rest[0]])
         if kind == "type":
             return TYPES_BY_NAME[rest[0]]
         if kind == "single":
             return SINGLE[rest[0]]
         if kind == "of" and (rest[0], rest[1]) in LIBRARY_TYPES:
-            parts = [self.unpacked(part, depth + 1) for part in rest[2]]
+            parts = [self.unpack(part, depth + 1) for part in rest[2]]
             if rest[0] == "re":
                 return __import__("re").compile(*parts)
             return getattr(__import__(rest[0]), rest[1])(*parts)
-        return self._unpack(self, packed, depth)
+        return self._unpack_other(self, packed, depth)
 
-    def fill(self, made: Any, rest: Any, depth: int = 0) -> None:
-        """Replace the content of a container by what `content` has packed."""
-        kind = MUTABLE[type(made)]
+    def fill_container(self, container: Any, parts: Any, depth: int = 0) -> None:
+        """Replace the content of a container by what `pack_content` has returned."""
+        kind = MUTABLE[type(container)]
         if kind == "bytearray":
-            made[:] = bytes.fromhex(rest[0])
+            container[:] = bytes.fromhex(parts[0])
         elif kind in MAPPINGS:
             pairs = [
-                (self.unpacked(key, depth + 1), self.unpacked(item, depth + 1))
-                for key, item in rest[0]
+                (self.unpack(key, depth + 1), self.unpack(item, depth + 1))
+                for key, item in parts[0]
             ]
-            dict.clear(made)
+            dict.clear(container)
             for key, item in pairs:
-                made[key] = item
+                container[key] = item
         else:
-            items = [self.unpacked(item, depth + 1) for item in rest[0]]
-            made.clear()
-            (made.update if kind == "set" else made.extend)(items)
+            items = [self.unpack(item, depth + 1) for item in parts[0]]
+            container.clear()
+            (container.update if kind == "set" else container.extend)(items)
 
     # -- changes by a call
 
-    def remember(self) -> None:
-        """Record the containers when the request has been read; `changed` returns later changes."""
-        self._before = [read_state(container) for container in self.containers]
+    def record_states(self) -> None:
+        """Record the containers' states once the request is decoded; see `collect_changes`."""
+        self._states_before = [read_state(container) for container in self.containers]
 
-    def changed(self) -> list[Any]:
-        """Return [position, content] of each changed container of the request."""
-        found = []
-        for late in self.containers[len(self._before) :]:  # of an answer that was not sent
-            del self._places[id(late)]
-        del self.containers[len(self._before) :]
-        for place, before in enumerate(self._before):
-            container = self.containers[place]
+    def collect_changes(self) -> list[Any]:
+        """Return [position, content] of each container that changed since `record_states`."""
+        changes = []
+        for unsent in self.containers[len(self._states_before) :]:  # of an answer that failed
+            del self._indices[id(unsent)]
+        del self.containers[len(self._states_before) :]
+        for index, before in enumerate(self._states_before):
+            container = self.containers[index]
             if not is_same_state(read_state(container), before):
-                found.append([place, self.content(container)])
-        return found
+                changes.append([index, self.pack_content(container)])
+        return changes
 
-    def held(self) -> list[int]:
-        """Return the positions of the containers, if others than this message refer to any of them.
+    def find_retained(self) -> list[int]:
+        """Return the positions of the containers, if objects outside of this message refer to any.
 
-        What the other side does to them is then done here. Long ones are excluded, as comparing
-        them takes long.
+        The other side's later changes to such containers are applied here. Long ones are excluded,
+        as their comparison takes long.
         """
-        self._before = []
+        self._states_before = []
         probe: list[list[Any]] = [[]]
         most = sys.getrefcount(probe[0]) + 1  # one more for a parent, or the caller
-        places = range(len(self.containers))
-        if all(sys.getrefcount(self.containers[place]) <= most for place in places):
+        indices = range(len(self.containers))
+        if all(sys.getrefcount(self.containers[index]) <= most for index in indices):
             return []
-        return [place for place in places if len(self.containers[place]) <= MAX_SHARED_ITEMS]
+        return [index for index in indices if len(self.containers[index]) <= MAX_SHARED_ITEMS]
 
-    def change(self, changed: Any) -> None:
+    def apply_changes(self, changes: Any) -> None:
         """Apply the other side's changes to our containers."""
-        for place, content in changed:
-            self.fill(self.containers[abs(int(place))], content)
+        for index, content in changes:
+            self.fill_container(self.containers[abs(int(index))], content)
 
 
 def read_state(container: Any) -> list[Any]:
@@ -272,48 +278,46 @@ def is_same_state(one: list[Any], other: list[Any]) -> bool:
 
 
 class SharedContainers:
-    """Containers that the solution refers to: shared by both sides, and crossing by number.
+    """Containers that the solution refers to; both sides share them and send their numbers.
 
-    Each is stored as both sides last saw it.
+    Each is stored with its state at the last exchange.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, list[Any]]] = {}  # by number
-        self._places: dict[int, int] = {}  # their numbers, by the containers' ids here
+        self._containers: dict[int, tuple[Any, list[Any]]] = {}  # with state, by number
+        self._numbers: dict[int, int] = {}  # by the containers' ids
 
-    def number(self, container: Any) -> Any:
+    def get_number(self, container: Any) -> int | None:
         """Return the number of a container; None if it has none."""
-        return self._places.get(id(container))
+        return self._numbers.get(id(container))
 
-    def container(self, number: int) -> Any:
-        return self._known[number][0]
+    def get_container(self, number: int) -> Any:
+        return self._containers[number][0]
 
-    def share(self, held: list[tuple[int, Any]]) -> None:
-        """Let containers cross by number. Both sides forget the same ones, the oldest."""
-        for number, container in held:
-            if number in self._known:
-                self._places.pop(id(self._known[number][0]), None)
-            self._known[number] = (container, read_state(container))
-            self._places[id(container)] = number
-        while len(self._known) > MAX_SHARED_CONTAINERS:
-            container, _ = self._known.pop(next(iter(self._known)))
-            self._places.pop(id(container), None)
+    def share(self, containers: list[tuple[int, Any]]) -> None:
+        """Add containers with their numbers. Both sides remove the same ones, the oldest."""
+        for number, container in containers:
+            if number in self._containers:
+                self._numbers.pop(id(self._containers[number][0]), None)
+            self._containers[number] = (container, read_state(container))
+            self._numbers[id(container)] = number
+        while len(self._containers) > MAX_SHARED_CONTAINERS:
+            container, _ = self._containers.pop(next(iter(self._containers)))
+            self._numbers.pop(id(container), None)
 
-    def changes(self, message: MessageCodec) -> list[Any]:
-        """Return [number, content] of those that changed here since the other side last saw
-        them.
-        """
-        found = []
-        for number, (container, before) in list(self._known.items()):
+    def collect_changes(self, codec: MessageCodec) -> list[Any]:
+        """Return [number, content] of each container that changed since the last exchange."""
+        changes = []
+        for number, (container, before) in list(self._containers.items()):
             now = read_state(container)
             if not is_same_state(now, before):
-                found.append([number, message.content(container)])
-                self._known[number] = (container, now)
-        return found
+                changes.append([number, codec.pack_content(container)])
+                self._containers[number] = (container, now)
+        return changes
 
-    def change(self, changes: Any, message: MessageCodec) -> None:
-        """Apply the other side's changes to them."""
+    def apply_changes(self, changes: Any, codec: MessageCodec) -> None:
+        """Apply the other side's changes to the containers."""
         for number, content in changes:
-            container = self.container(int(number))
-            message.fill(container, content)
-            self._known[int(number)] = (container, read_state(container))
+            container = self.get_container(int(number))
+            codec.fill_container(container, content)
+            self._containers[int(number)] = (container, read_state(container))

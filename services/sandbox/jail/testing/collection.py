@@ -12,7 +12,7 @@ FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
 
 
 class Item:
-    """Test: a function or method with one row of its parameters."""
+    """Test: a function or method with one row of its parameters; the fixture `request.node`."""
 
     def __init__(
         self, name: str, function: Any, owner: type[Any] | None, module: Any, marks: list[TestMark]
@@ -21,11 +21,11 @@ class Item:
         self.originalname = getattr(function, "__name__", name)
         self.marks = marks
         self.values: dict[str, Any] = {}
-        self.parameters: dict[str, Any] = {}  # of fixtures, by name
-        self.places: dict[str, Any] = {}  # of these among the fixture's
-        self.names: list[str] = []  # of the fixtures that it uses
-        self.wanted: list[str] = []  # of its arguments
-        self.case = False  # a method of a unittest.TestCase
+        self.parameters: dict[str, Any] = {}  # of fixtures, by their names
+        self.parameter_indices: dict[str, Any] = {}  # see `_expand_fixtures`
+        self.fixture_names: list[str] = []  # fixtures and arguments that the test uses
+        self.argument_names: list[str] = []  # of the function
+        self.is_unittest = False  # a method of a unittest.TestCase
 
     def get_closest_marker(self, name: str) -> TestMark | None:
         return next((mark for mark in self.marks if mark.name == name), None)
@@ -39,7 +39,7 @@ def collect_items(module: types.ModuleType, registry: FixtureRegistry) -> Iterat
         if isinstance(value, types.FunctionType) and name.startswith("test"):
             if getattr(value, "__test__", True):
                 yield from _make_items(name, value, None, module, registry)
-        elif isinstance(value, type) and _holds_tests(name, value):
+        elif isinstance(value, type) and _is_test_class(name, value):
             yield from _collect_class(name, value, module, registry, ())
 
 
@@ -51,7 +51,7 @@ def is_unittest_class(value: Any) -> bool:
     )
 
 
-def _holds_tests(name: str, value: type[Any]) -> bool:
+def _is_test_class(name: str, value: type[Any]) -> bool:
     if not getattr(value, "__test__", True) or value.__module__.startswith("unittest"):
         return False
     return is_unittest_class(value) or (
@@ -75,18 +75,18 @@ def _collect_class(
             function = getattr(owner, part)
             marks = collect_marks(function, owner, module)
             item = Item(f"{name}.{part}", function, owner, module, marks)
-            item.case, item.originalname = True, part
+            item.is_unittest, item.originalname = True, part
             yield item
         return
-    places: dict[str, int] = {}  # of each name, the first class that has it
-    for place, kind in enumerate(owner.__mro__):
+    indices: dict[str, int] = {}  # in the MRO, of the first class that has the name
+    for index, kind in enumerate(owner.__mro__):
         for part in vars(kind):
-            places.setdefault(part, place)
-    for part in sorted(places, key=places.__getitem__, reverse=True):
-        value = vars(owner.__mro__[places[part]])[part]
+            indices.setdefault(part, index)
+    for part in sorted(indices, key=indices.__getitem__, reverse=True):
+        value = vars(owner.__mro__[indices[part]])[part]
         if part.startswith("test") and isinstance(value, FUNCTIONS):
             yield from _make_items(f"{name}.{part}", value, owner, module, registry, outer)
-        elif isinstance(value, type) and _holds_tests(part, value):
+        elif isinstance(value, type) and _is_test_class(part, value):
             yield from _collect_class(f"{name}.{part}", value, module, registry, (owner, *outer))
 
 
@@ -103,29 +103,35 @@ def _make_items(
     marks = collect_marks(function, *classes, module)
     bound = owner is not None and not isinstance(value, staticmethod)
     used = [n for mark in marks if mark.name == "usefixtures" for n in mark.args]
-    wanted = list_argument_names(function, bound)
+    argument_names = list_argument_names(function, bound)
     for case in expand_parametrize(marks):
-        fixtures = [n for n in (*registry.automatic(owner), *used, *wanted) if n not in case.values]
-        for whole, places in _expand_fixtures(case, fixtures, owner, registry):
-            ids = "-".join(whole.ids)
-            whole_name = f"{name}[{ids}]" if ids else name
-            made = Item(whole_name, value, owner, module, [*whole.marks, *marks])
-            made.values, made.parameters, made.places = whole.values, whole.indirect, places
-            made.names, made.wanted = list(dict.fromkeys([*fixtures, *wanted])), wanted
-            yield made
+        names = (*registry.list_autouse(owner), *used, *argument_names)
+        fixtures = [n for n in names if n not in case.values]
+        for expanded, indices in _expand_fixtures(case, fixtures, owner, registry):
+            ids = "-".join(expanded.ids)
+            item_name = f"{name}[{ids}]" if ids else name
+            item = Item(item_name, value, owner, module, [*expanded.marks, *marks])
+            item.values, item.parameters = expanded.values, expanded.indirect
+            item.parameter_indices = indices
+            item.fixture_names = list(dict.fromkeys([*fixtures, *argument_names]))
+            item.argument_names = argument_names
+            yield item
 
 
 def _expand_fixtures(
     case: ParameterSet, names: list[str], owner: type[Any] | None, registry: FixtureRegistry
 ) -> list[tuple[ParameterSet, dict[str, Any]]]:
-    """Return the case with each combination of the parameters of its fixtures."""
-    found = [(case, dict(case.indirect))]
-    for definition in registry.needed(names, owner):
+    """Return the case with each combination of the parameters of its fixtures.
+
+    Each has the indices of the parameters by fixture, and the values of indirect parameters.
+    """
+    expanded = [(case, dict(case.indirect))]
+    for definition in registry.iter_needed(names, owner):
         if definition.params and definition.name not in case.indirect:
             name = definition.name
-            found = [
-                (before.with_row([name], row, True, str(place)), {**places, name: place})
-                for before, places in found
-                for place, row in enumerate(definition.params)
+            expanded = [
+                (before.add_row([name], row, True, str(index)), {**indices, name: index})
+                for before, indices in expanded
+                for index, row in enumerate(definition.params)
             ]
-    return found
+    return expanded

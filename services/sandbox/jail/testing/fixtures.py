@@ -1,11 +1,14 @@
-"""Fixtures: functions whose values tests get as arguments, made once for each scope."""
+"""Fixtures: functions whose values tests receive as arguments, made once for each scope."""
 
 from __future__ import annotations
 
 import types
-from typing import Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 from .marks import ParameterRow
+
+if TYPE_CHECKING:
+    from .collection import Item
 
 SCOPES = ("session", "package", "module", "class", "function")  # the widest first
 
@@ -61,36 +64,40 @@ def list_argument_names(function: Any, bound: bool) -> list[str]:
 class FixtureRegistry:
     """Fixtures of a module and its classes, by name."""
 
-    def __init__(self, module: types.ModuleType, builtin: dict[str, Callable[..., Any]]) -> None:
-        self.builtin = builtin
-        self._module = list(_find_definitions(module.__dict__))
+    def __init__(
+        self, module: types.ModuleType, builtin_fixtures: dict[str, Callable[[FixtureStore], Any]]
+    ) -> None:
+        self.builtin_fixtures = builtin_fixtures
+        self._module_fixtures = list(_find_definitions(module.__dict__))
 
-    def named(self, name: str, owner: type[Any] | None) -> list[FixtureDefinition]:
+    def find_by_name(self, name: str, owner: type[Any] | None) -> list[FixtureDefinition]:
         """Return the definitions of this name, the nearest first."""
-        found = [d for d in self.of_class(owner) if d.name == name]
-        return found + [d for d in reversed(self._module) if d.name == name]
+        of_class = [d for d in self.list_class_fixtures(owner) if d.name == name]
+        return of_class + [d for d in reversed(self._module_fixtures) if d.name == name]
 
-    def of_class(self, owner: type[Any] | None) -> list[FixtureDefinition]:
+    def list_class_fixtures(self, owner: type[Any] | None) -> list[FixtureDefinition]:
+        """Return the definitions in a class and its bases."""
         kinds = owner.__mro__ if owner is not None else ()
         return [d for kind in kinds for d in _find_definitions(vars(kind))]
 
-    def automatic(self, owner: type[Any] | None) -> list[str]:
+    def list_autouse(self, owner: type[Any] | None) -> list[str]:
         """Return the names of fixtures that each test of a class, or of the module, uses."""
-        found = [d for d in [*self._module, *reversed(self.of_class(owner))] if d.autouse]
+        definitions = [*self._module_fixtures, *reversed(self.list_class_fixtures(owner))]
+        definitions = [d for d in definitions if d.autouse]
         widths = {scope: width for width, scope in enumerate(SCOPES)}
-        found.sort(key=lambda definition: widths.get(definition.scope, len(SCOPES)))
-        return list(dict.fromkeys(d.name for d in found))
+        definitions.sort(key=lambda definition: widths.get(definition.scope, len(SCOPES)))
+        return list(dict.fromkeys(d.name for d in definitions))
 
-    def needed(self, names: list[str], owner: type[Any] | None) -> Iterator[FixtureDefinition]:
+    def iter_needed(self, names: list[str], owner: type[Any] | None) -> Iterator[FixtureDefinition]:
         """Yield the definitions of these names, and of their arguments."""
-        seen: set[Any] = set()
-        left = list(names)
-        while left:
-            for definition in self.named(left.pop(0), owner)[:2]:
-                if definition not in seen:
-                    seen.add(definition)
+        visited: set[FixtureDefinition] = set()
+        remaining = list(names)
+        while remaining:
+            for definition in self.find_by_name(remaining.pop(0), owner)[:2]:
+                if definition not in visited:
+                    visited.add(definition)
                     yield definition
-                    left += list_argument_names(
+                    remaining += list_argument_names(
                         definition.function, _is_method(definition.function)
                     )
 
@@ -112,26 +119,26 @@ class FixtureStore:
 
     def __init__(self) -> None:
         self._values: dict[str, dict[Any, Any]] = {scope: {} for scope in SCOPES}
-        self._ends: dict[str, list[Callable[[], Any]]] = {scope: [] for scope in SCOPES}
+        self._finalizers: dict[str, list[Callable[[], Any]]] = {scope: [] for scope in SCOPES}
 
-    def at_end(self, scope: str, do: Callable[[], Any]) -> None:
-        self._ends[scope].append(do)
+    def add_finalizer(self, scope: str, finalizer: Callable[[], Any]) -> None:
+        """Call `finalizer` at the end of a scope."""
+        self._finalizers[scope].append(finalizer)
 
-    def end(self, scope: str) -> None:
-        """Finalize a scope's fixtures, the last first; the first error is raised when all are
-        done.
-        """
+    def tear_down(self, scope: str) -> None:
+        """Run a scope's finalizers, the last first; then raise the first error."""
         errors = []
-        while self._ends[scope]:
+        while self._finalizers[scope]:
             try:
-                self._ends[scope].pop()()
+                self._finalizers[scope].pop()()
             except BaseException as error:
                 errors.append(error)
         self._values[scope].clear()
         if errors:
             raise errors[0]
 
-    def value(self, scope: str, key: Any, make: Callable[[], Any]) -> Any:
+    def get_or_make(self, scope: str, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the value of a key; `make` creates it the first time."""
         values = self._values[scope]
         if key not in values:
             values[key] = make()
@@ -142,75 +149,79 @@ class FixtureRequest:
     """Fixture `request`: the context of the test that uses a fixture."""
 
     def __init__(
-        self, filling: FixtureResolver, definition: FixtureDefinition | None, scope: str
+        self, resolver: FixtureResolver, definition: FixtureDefinition | None, scope: str
     ) -> None:
-        self._filling, self._definition, self.scope = filling, definition, scope
-        item = filling.item
+        self._resolver, self._definition, self.scope = resolver, definition, scope
+        item = resolver.item
         self.function, self.cls, self.module = item.function, item.owner, item.module
-        self.instance, self.node = filling.instance, item
+        self.instance, self.node = resolver.instance, item
         self.fixturename = definition.name if definition else None
-        self.fixturenames = list(item.names)
+        self.fixturenames = list(item.fixture_names)
 
     @property
     def param(self) -> Any:
         name = self._definition.name if self._definition else ""
-        if name not in self._filling.parameters:
+        if name not in self._resolver.parameters:
             raise AttributeError("this fixture has no parameter")
-        return self._filling.parameters[name]
+        return self._resolver.parameters[name]
 
     def getfixturevalue(self, name: str) -> Any:
-        return self._filling.value(name)
+        return self._resolver.get_value(name)
 
-    def addfinalizer(self, do: Callable[[], Any]) -> None:
-        self._filling.store.at_end(self.scope, do)
+    def addfinalizer(self, finalizer: Callable[[], Any]) -> None:
+        self._resolver.store.add_finalizer(self.scope, finalizer)
 
 
 class FixtureResolver:
     """Resolver of one test's arguments."""
 
     def __init__(
-        self, item: Any, registry: FixtureRegistry, store: FixtureStore, instance: Any
+        self, item: Item, registry: FixtureRegistry, store: FixtureStore, instance: Any
     ) -> None:
         self.item, self.registry, self.store, self.instance = item, registry, store, instance
         self.parameters: dict[str, Any] = item.parameters
 
-    def value(self, name: str, above: FixtureDefinition | None = None) -> Any:
-        """Return a fixture's value; with `above`, that of the next definition of the same name."""
+    def get_value(self, name: str, overriding: FixtureDefinition | None = None) -> Any:
+        """Return a fixture's value; with `overriding`, that of the next definition of its name."""
         if name == "request":
-            return FixtureRequest(self, above, above.scope if above else "function")
-        found = self.registry.named(name, self.item.owner)
-        if above is not None and above in found:
-            found = found[found.index(above) + 1 :]
-        if found:
-            scope = found[0].scope
+            return FixtureRequest(self, overriding, overriding.scope if overriding else "function")
+        definitions = self.registry.find_by_name(name, self.item.owner)
+        if overriding is not None and overriding in definitions:
+            definitions = definitions[definitions.index(overriding) + 1 :]
+        if definitions:
+            scope = definitions[0].scope
             if callable(scope) or scope not in SCOPES:
                 scope = "function"
-            key = (found[0], repr(self.item.places.get(found[0].name)))
-            return self.store.value(scope, key, lambda: self._made(found[0], scope))
+            key = (definitions[0], repr(self.item.parameter_indices.get(definitions[0].name)))
+            return self.store.get_or_make(
+                scope, key, lambda: self._make_value(definitions[0], scope)
+            )
         if name in self.item.values:
             return self.item.values[name]
-        if make := self.registry.builtin.get(name):
-            return self.store.value("function", name, lambda: make(self.store))
+        if make := self.registry.builtin_fixtures.get(name):
+            return self.store.get_or_make("function", name, lambda: make(self.store))
         raise LookupError(f"fixture {name!r} not found")
 
-    def _made(self, definition: FixtureDefinition, scope: str) -> Any:
+    def _make_value(self, definition: FixtureDefinition, scope: str) -> Any:
         function = definition.function
-        method = _is_method(function)
-        given = {}
-        for name in list_argument_names(function, method):
+        is_method = _is_method(function)
+        arguments = {}
+        for name in list_argument_names(function, is_method):
             if name == "request":
-                given[name] = FixtureRequest(self, definition, scope)
+                arguments[name] = FixtureRequest(self, definition, scope)
             elif name in self.item.values and name != definition.name:
-                given[name] = self.item.values[name]
+                arguments[name] = self.item.values[name]
             else:
-                given[name] = self.value(name, definition if name == definition.name else None)
-        made = function(*([self.instance] if method else []), **given)
-        if isinstance(made, types.GeneratorType) and function.__code__.co_flags & 0x20:
-            generator, made = made, next(made)
+                arguments[name] = self.get_value(
+                    name, definition if name == definition.name else None
+                )
+        value = function(*([self.instance] if is_method else []), **arguments)
+        if isinstance(value, types.GeneratorType) and function.__code__.co_flags & 0x20:
+            generator, value = value, next(value)
 
             def finish() -> None:
                 for _ in generator:
                     raise RuntimeError("a fixture has yielded twice")
 
-            self.store.at_end(scope, finish)
-        return made
+            self.store.add_finalizer(scope, finish)
+        return value

@@ -26,8 +26,8 @@ class TestMark:
 
 
 def _own_marks(target: Any) -> list[TestMark]:
-    found = vars(target).get("pytestmark", [])
-    return list(found) if isinstance(found, (list, tuple)) else [found]
+    marks = vars(target).get("pytestmark", [])
+    return list(marks) if isinstance(marks, (list, tuple)) else [marks]
 
 
 class MarkFactory:
@@ -56,12 +56,13 @@ class ParameterSet:
         self.ids: list[str] = []
         self.marks: list[TestMark] = []
 
-    def with_row(
-        self, names: list[str], row: ParameterRow, indirect: Any, named: str
+    def add_row(
+        self, names: list[str], row: ParameterRow, indirect: Any, row_id: str
     ) -> ParameterSet:
+        """Return a copy with the values of one more row."""
         case = ParameterSet()
         case.values, case.indirect = dict(self.values), dict(self.indirect)
-        case.ids, case.marks = [*self.ids, named], [*self.marks, *row.marks]
+        case.ids, case.marks = [*self.ids, row_id], [*self.marks, *row.marks]
         if len(row.values) != len(names):
             raise ValueError(f"parametrize: {len(names)} names and {len(row.values)} values")
         for name, value in zip(names, row.values):
@@ -74,24 +75,24 @@ class ParameterSet:
 
 def collect_marks(*targets: Any) -> list[TestMark]:
     """Collect the marks of a function, its classes and its module, the nearest first."""
-    found: list[TestMark] = []
+    marks: list[TestMark] = []
     for target in targets:
         if isinstance(target, type):
-            found += (mark for kind in target.__mro__ for mark in _own_marks(kind))
+            marks += (mark for kind in target.__mro__ for mark in _own_marks(kind))
         else:
-            found += reversed(_own_marks(target))
-    return found
+            marks += reversed(_own_marks(target))
+    return marks
 
 
 def expand_parametrize(marks: list[TestMark]) -> list[ParameterSet]:
     """Return the combinations of rows of the marks."""
-    found = [ParameterSet()]
+    cases = [ParameterSet()]
     for mark in marks:
         if mark.name == "parametrize":
-            found = [
-                case for before in found for case in _expand_rows(before, *mark.args, **mark.kwargs)
+            cases = [
+                case for before in cases for case in _expand_rows(before, *mark.args, **mark.kwargs)
             ]
-    return found
+    return cases
 
 
 def _expand_rows(
@@ -105,10 +106,11 @@ def _expand_rows(
     names = argnames.split(",") if isinstance(argnames, str) else argnames
     names = [name.strip() for name in names if name.strip()]
     rows = []
-    named = list(ids) if ids is not None and not callable(ids) else None
-    for place, values in enumerate(argvalues):
+    given_ids = list(ids) if ids is not None and not callable(ids) else None
+    for index, values in enumerate(argvalues):
         if not isinstance(values, ParameterRow):
             values = ParameterRow(*(values if len(names) > 1 else (values,)))
-        shown = values.id or (named[place] if named and named[place] is not None else str(place))
-        rows.append(before.with_row(names, values, indirect, str(shown)))
+        given_id = given_ids[index] if given_ids and not values.id else None
+        row_id = values.id or (given_id if given_id is not None else str(index))
+        rows.append(before.add_row(names, values, indirect, str(row_id)))
     return rows

@@ -10,7 +10,7 @@ import types
 from typing import Any
 
 from ..objects.object_connection import ObjectConnection
-from ..objects.proxies import TESTS, RemoteProxy, get_ref
+from ..objects.proxies import TESTS, RemoteProxy, get_own_ref, get_ref
 from ..objects.remote_exceptions import EscapedStopIteration
 from ..objects.remote_subclasses import resolve_super
 
@@ -22,33 +22,38 @@ ESCAPED_NAME = "__escaped__"
 class SolutionModule(types.ModuleType):
     """Module `solution`: its attributes are the other jail's objects."""
 
-    def __init__(self, side: ObjectConnection) -> None:
+    def __init__(self, connection: ObjectConnection) -> None:
         super().__init__("solution")
-        self.__dict__["_side"] = side
+        self.__dict__["_object_connection"] = connection
 
     def __getattr__(self, name: str) -> Any:
-        side = self.__dict__["_side"]
+        connection = _get_connection(self)
         if name == "__all__":
-            return side.ask("names", 0)
+            return connection.request("names", 0)
         if name.startswith("__") and name not in ("__doc__", "__version__", "__author__"):
             raise AttributeError(name)
-        value = side.ask("get", 0, name)
-        place = get_ref(value)
-        if place is not None:
-            place.reached(name, imported=True)
+        value = connection.request("get", 0, name)
+        ref = get_ref(value)
+        if ref is not None:
+            ref.record_name(name, imported=True)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("__"):  # what an import sets
             self.__dict__[name] = value
         else:
-            self.__dict__["_side"].ask("set", 0, name, value)
+            _get_connection(self).request("set", 0, name, value)
 
     def __delattr__(self, name: str) -> None:
-        self.__dict__["_side"].ask("del", 0, name)
+        _get_connection(self).request("del", 0, name)
 
     def __dir__(self) -> list[str]:
-        return list(self.__dict__["_side"].ask("operator", 0, "__dir__"))
+        return list(_get_connection(self).request("operator", 0, "__dir__"))
+
+
+def _get_connection(module: SolutionModule) -> ObjectConnection:
+    connection: ObjectConnection = module.__dict__["_object_connection"]
+    return connection
 
 
 def execute_tests(source: str) -> types.ModuleType:
@@ -56,9 +61,9 @@ def execute_tests(source: str) -> types.ModuleType:
     module = types.ModuleType(TESTS)
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
     tree = ast.fix_missing_locations(_TypeCheckRewriter().visit(ast.parse(source, NAME)))
-    own = {"isinstance": is_instance, "issubclass": is_subclass, "callable": is_callable}
-    own.update({"super": resolve_super, "vars": get_vars})
-    module.__dict__["__builtins__"] = {**vars(builtins), **own}
+    replaced = {"isinstance": is_instance, "issubclass": is_subclass, "callable": is_callable}
+    replaced.update({"super": resolve_super, "vars": get_vars})
+    module.__dict__["__builtins__"] = {**vars(builtins), **replaced}
     module.__dict__.update(
         {TYPE_OF_NAME: get_type, ESCAPED_NAME: EscapedStopIteration, "__file__": NAME}
     )
@@ -68,7 +73,7 @@ def execute_tests(source: str) -> types.ModuleType:
 
 
 class _TypeCheckRewriter(ast.NodeTransformer):
-    """Rewriter of `type(x)` and `except StopIteration`, which no object can intercept."""
+    """Rewriter of `type(x)` and `except StopIteration`, which objects cannot intercept."""
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
@@ -80,48 +85,51 @@ class _TypeCheckRewriter(ast.NodeTransformer):
         self.generic_visit(node)
         kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         if any(isinstance(kind, ast.Name) and kind.id == "StopIteration" for kind in kinds):
-            found: Any = [*kinds, ast.Name(ESCAPED_NAME, ast.Load())]
-            node.type = ast.Tuple(found, ast.Load())
+            names: Any = [*kinds, ast.Name(ESCAPED_NAME, ast.Load())]
+            node.type = ast.Tuple(names, ast.Load())
         return node
 
 
 def get_type(value: Any) -> Any:
-    place = get_ref(value)
-    if place is None or isinstance(value, (type, BaseException)):
+    ref = get_ref(value)
+    if ref is None or isinstance(value, (type, BaseException)):
         return type(value)
-    return place.ask("kind")
+    return ref.request("kind")
 
 
 def is_instance(value: Any, kind: Any) -> bool:
     if isinstance(kind, tuple):
         return any(is_instance(value, k) for k in kind)
-    place = get_ref(value)
-    if type(kind) is RemoteProxy or place is None or isinstance(value, BaseException):
+    ref = get_ref(value)
+    if type(kind) is RemoteProxy or ref is None or isinstance(value, BaseException):
         return isinstance(value, kind)
     if type(value) is not RemoteProxy and isinstance(value, kind):
         return True
     if not isinstance(kind, type):
         return isinstance(value, kind)
-    known = place.builtin or place.base
+    known = ref.builtin_class or ref.builtin_base
     if known is not None and issubclass(known, kind):
         return True
-    return kind.__module__ != TESTS and bool(place.ask("is_a", kind))
+    return kind.__module__ != TESTS and bool(ref.request("is_a", kind))
 
 
 def is_subclass(value: Any, kind: Any) -> bool:
     if isinstance(kind, tuple):
         return any(is_subclass(value, k) for k in kind)
-    place = get_ref(value)
     if type(value) is not RemoteProxy or type(kind) is RemoteProxy or not isinstance(kind, type):
         return issubclass(value, kind)
-    return kind.__module__ != TESTS and bool(place.ask("is_subclass", kind))
+    return kind.__module__ != TESTS and bool(get_own_ref(value).request("is_subclass", kind))
 
 
 def is_callable(value: Any) -> bool:
-    return bool(get_ref(value).ask("callable")) if type(value) is RemoteProxy else callable(value)
+    return (
+        bool(get_own_ref(value).request("callable"))
+        if type(value) is RemoteProxy
+        else callable(value)
+    )
 
 
-def get_vars(*given: Any) -> Any:
-    if given and type(given[0]) is RemoteProxy:
-        return get_ref(given[0]).ask("get", "__dict__")
-    return vars(*given) if given else sys._getframe(1).f_locals
+def get_vars(*arguments: Any) -> Any:
+    if arguments and type(arguments[0]) is RemoteProxy:
+        return get_own_ref(arguments[0]).request("get", "__dict__")
+    return vars(*arguments) if arguments else sys._getframe(1).f_locals

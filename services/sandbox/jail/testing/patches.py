@@ -14,14 +14,14 @@ from collections import namedtuple
 from typing import Any, Callable, Iterator
 
 from ..objects.object_connection import ObjectConnection
-from ..objects.proxies import RemoteProxy, get_ref
+from ..objects.proxies import RemoteProxy, get_own_ref, get_ref
 
 COROUTINE = 0x80  # flag of code, see `inspect`
 MISSING = object()
 TESTS_ONLY_NAMES = (
     "sys.stdout",
     "sys.stderr",
-)  # of the tests alone: the solution's output crosses
+)  # replaced on the side of the tests only: they receive the solution's output
 CaptureResult = namedtuple("CaptureResult", "out err")
 
 
@@ -33,11 +33,11 @@ def is_shared_name(target: Any, name: str) -> bool:
 class MonkeyPatch:
     """Implementation of pytest's `monkeypatch`."""
 
-    side: ObjectConnection
+    connection: ObjectConnection
 
     @classmethod
-    def of(cls, side: ObjectConnection) -> type[MonkeyPatch]:
-        return type("MonkeyPatch", (cls,), {"side": side})
+    def for_connection(cls, connection: ObjectConnection) -> type[MonkeyPatch]:
+        return type("MonkeyPatch", (cls,), {"connection": connection})
 
     def __init__(self) -> None:
         self._undo: list[Any] = []
@@ -62,7 +62,7 @@ class MonkeyPatch:
             old = members[name] if name in members else MISSING  # noqa: SIM401 (it may be remote)
         setattr(target, name, value)
         if is_shared_name(target, name):
-            self.side.ask("patch", 0, target.__name__, name, value)
+            self.connection.request("patch", 0, target.__name__, name, value)
         self._undo.append(lambda: self._restore(target, name, old))
 
     def _restore(self, target: Any, name: str, old: Any) -> None:
@@ -71,7 +71,7 @@ class MonkeyPatch:
         else:
             setattr(target, name, old)
         if is_shared_name(target, name):
-            self.side.ask("restore", 0, target.__name__, name)
+            self.connection.request("restore", 0, target.__name__, name)
 
     def delattr(self, target: Any, name: Any = MISSING, raising: bool = True) -> None:
         if name is MISSING:
@@ -104,18 +104,18 @@ class MonkeyPatch:
         self.delitem(os.environ, name, raising)
 
     def syspath_prepend(self, path: Any) -> None:
-        self.side.refuse("monkeypatch.syspath_prepend")
+        self.connection.reject("monkeypatch.syspath_prepend")
 
     def chdir(self, path: Any) -> None:
         before = os.getcwd()
-        self._go(str(path))
-        self._undo.append(lambda: self._go(before))
+        self._change_directory(str(path))
+        self._undo.append(lambda: self._change_directory(before))
 
-    def _go(self, path: str) -> None:
-        if self.side.files is None:
-            self.side.refuse("monkeypatch.chdir")
+    def _change_directory(self, path: str) -> None:
+        if self.connection.file_sync is None:
+            self.connection.reject("monkeypatch.chdir")
         os.chdir(path)
-        self.side.ask("call_named", 0, "os", "chdir", [path], {})
+        self.connection.request("call_named", 0, "os", "chdir", [path], {})
 
     def undo(self) -> None:
         while self._undo:
@@ -147,25 +147,25 @@ def forward_mock_patches(connection: ObjectConnection) -> None:
     kind: Any = mock._patch
     enter, leave = kind.__enter__, kind.__exit__
 
-    def entered(self: Any) -> Any:
+    def enter_and_forward(self: Any) -> Any:
         value, target, name = enter(self), self.target, self.attribute
         if is_shared_name(target, name):
-            connection.ask("patch", 0, target.__name__, name, getattr(target, name))
+            connection.request("patch", 0, target.__name__, name, getattr(target, name))
         return value
 
-    def left(self: Any, *error: Any) -> Any:
+    def restore_and_leave(self: Any, *error: Any) -> Any:
         if is_shared_name(self.target, self.attribute):
-            connection.ask("restore", 0, self.target.__name__, self.attribute)
+            connection.request("restore", 0, self.target.__name__, self.attribute)
         return leave(self, *error)
 
-    kind.__enter__, kind.__exit__ = entered, left
-    own = mock._is_async_obj  # type: ignore[attr-defined]
+    kind.__enter__, kind.__exit__ = enter_and_forward, restore_and_leave
+    original = mock._is_async_obj  # type: ignore[attr-defined]
 
     def is_async(value: Any) -> bool:
         if type(value) is not RemoteProxy:
-            return bool(own(value))
-        function = get_ref(value).builtin is types.FunctionType
-        return function and bool(value.__code__.co_flags & COROUTINE)
+            return bool(original(value))
+        is_function = get_own_ref(value).builtin_class is types.FunctionType
+        return is_function and bool(value.__code__.co_flags & COROUTINE)
 
     mock._is_async_obj = is_async  # type: ignore[attr-defined]
 
@@ -188,19 +188,21 @@ def forward_introspection(connection: ObjectConnection, source: str) -> None:
     """Forward introspection of the solution's objects to the solution; `random.seed` sets both."""
     for module, names in INTROSPECTION_FUNCTIONS.items():
         if module in source:
-            found = __import__(module)
+            library_module = __import__(module)
             for name in names.split():
                 setattr(
-                    found, name, _make_forwarder(connection, module, name, getattr(found, name))
+                    library_module,
+                    name,
+                    _make_forwarder(connection, module, name, getattr(library_module, name)),
                 )
     if "random" in source and "seed" in source:
         import random
 
-        own = random.seed
+        original = random.seed
 
         def seed(*args: Any) -> None:
-            own(*args)
-            connection.ask("call_named", 0, "random", "seed", list(args), {})
+            original(*args)
+            connection.request("call_named", 0, "random", "seed", list(args), {})
 
         random.seed = seed  # type: ignore[assignment]
 
@@ -208,12 +210,12 @@ def forward_introspection(connection: ObjectConnection, source: str) -> None:
 def _make_forwarder(
     connection: ObjectConnection, module: str, name: str, original: Callable[..., Any]
 ) -> Callable[..., Any]:
-    def look(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if name == "loads" or any(get_ref(value) is not None for value in args):
-            return connection.ask("call_named", 0, module, name, list(args), kwargs)
+            return connection.request("call_named", 0, module, name, list(args), kwargs)
         return original(*args, **kwargs)
 
-    return look
+    return forward
 
 
 class TempPathFactory:

@@ -69,8 +69,8 @@ class _RaisesContext:
         self._kinds, self._match, self._check = kinds, match, check
 
     def __enter__(self) -> ExceptionInfo:
-        self._found = ExceptionInfo()
-        return self._found
+        self._exception_info = ExceptionInfo()
+        return self._exception_info
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         if error is None:
@@ -81,9 +81,9 @@ class _RaisesContext:
             error = error.__cause__
         if not isinstance(error, self._kinds):
             return False
-        self._found.value = error
+        self._exception_info.value = error
         if self._match is not None:
-            self._found.match(self._match)
+            self._exception_info.match(self._match)
         if self._check is not None and not self._check(error):
             raise AssertionError("the check of pytest.raises has failed")
         return True
@@ -95,21 +95,21 @@ def raises(
     context = _RaisesContext(expected_exception, match, check)
     if not args:
         return context
-    function, *given = args
-    with context as found:
-        function(*given, **kwargs)
-    return found
+    function, *arguments = args
+    with context as exception_info:
+        function(*arguments, **kwargs)
+    return exception_info
 
 
 @contextlib.contextmanager
 def warns(kind: Any = Warning, *, match: Any = None) -> Iterator[Any]:
     import warnings
 
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
-        yield found
-    right = [w for w in found if issubclass(w.category, kind)]
-    if not any(match is None or re.search(match, str(w.message)) for w in right):
+        yield recorded
+    matching_kind = [w for w in recorded if issubclass(w.category, kind)]
+    if not any(match is None or re.search(match, str(w.message)) for w in matching_kind):
         raise FailedByTest(f"no warning of {kind} that matches {match!r}")
 
 
@@ -151,39 +151,39 @@ class Approx:
         self._expected, self._relative = expected, rel
         self._absolute, self._nan_ok = abs, nan_ok
 
-    def __eq__(self, found: Any) -> bool:
-        wanted = self._expected
-        if isinstance(wanted, dict):
+    def __eq__(self, actual: Any) -> bool:
+        expected = self._expected
+        if isinstance(expected, dict):
             return (
-                isinstance(found, dict)
-                and wanted.keys() == found.keys()
-                and all(self._close(wanted[key], found[key]) for key in wanted)
+                isinstance(actual, dict)
+                and expected.keys() == actual.keys()
+                and all(self._is_close(expected[key], actual[key]) for key in expected)
             )
-        if isinstance(wanted, (list, tuple)):
+        if isinstance(expected, (list, tuple)):
             return (
-                isinstance(found, (list, tuple))
-                and len(wanted) == len(found)
-                and all(self._close(*pair) for pair in zip(wanted, found))
+                isinstance(actual, (list, tuple))
+                and len(expected) == len(actual)
+                and all(self._is_close(*pair) for pair in zip(expected, actual))
             )
-        return self._close(wanted, found)
+        return self._is_close(expected, actual)
 
-    def _close(self, wanted: Any, found: Any) -> bool:
-        if isinstance(wanted, bool) != isinstance(found, bool):
+    def _is_close(self, expected: Any, actual: Any) -> bool:
+        if isinstance(expected, bool) != isinstance(actual, bool):
             return False
-        if not _is_number(wanted) or not _is_number(found):
-            return bool(wanted == found)
-        if wanted == found:
+        if not _is_number(expected) or not _is_number(actual):
+            return bool(expected == actual)
+        if expected == actual:
             return True
-        if wanted != wanted:
-            return self._nan_ok and found != found
-        if not isinstance(wanted, complex) and math.isinf(wanted):
+        if expected != expected:
+            return self._nan_ok and actual != actual
+        if not isinstance(expected, complex) and math.isinf(expected):
             return False
-        exact = type(wanted) if type(wanted).__name__ == "Decimal" else float
+        exact = type(expected) if type(expected).__name__ == "Decimal" else float
         tolerance = exact(str(ABSOLUTE)) if self._absolute is None else self._absolute
         if self._relative is not None or self._absolute is None:
             relative = exact(str(RELATIVE)) if self._relative is None else self._relative
-            tolerance = max(relative * abs(wanted), tolerance)
-        return bool(abs(wanted - found) <= tolerance)
+            tolerance = max(relative * abs(expected), tolerance)
+        return bool(abs(expected - actual) <= tolerance)
 
     def __repr__(self) -> str:
         return f"approx({self._expected!r})"
@@ -200,27 +200,30 @@ def _is_number(value: Any) -> bool:
 class _Pytest(types.ModuleType):
     """Module `pytest`; use of a missing attribute is no failed test."""
 
-    def __init__(self, side: ObjectConnection) -> None:
+    def __init__(self, connection: ObjectConnection) -> None:
         super().__init__("pytest")
-        self.__dict__["_side"] = side
+        self.__dict__["_object_connection"] = connection
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        self.__dict__["_side"].refuse(f"pytest.{name}")
+        connection: ObjectConnection = self.__dict__["_object_connection"]
+        connection.reject(f"pytest.{name}")
 
 
 def make_pytest_module(connection: ObjectConnection) -> Any:
     """Make the module for the tests of this connection."""
     module: Any = _Pytest(connection)
-    for own in (raises, warns, deprecated_call, importorskip, fixture):
-        module.__dict__[own.__name__] = own
+    for function in (raises, warns, deprecated_call, importorskip, fixture):
+        module.__dict__[function.__name__] = function
     for name, kind in (("skip", Skipped), ("xfail", ExpectedFailure), ("fail", FailedByTest)):
         module.__dict__[name] = _make_raiser(kind)
     module.__dict__.update(
         approx=Approx, param=ParameterRow, mark=MarkFactory(), main=lambda *a, **k: 0
     )
-    module.__dict__.update(MonkeyPatch=MonkeyPatch.of(connection), FixtureRequest=FixtureRequest)
+    module.__dict__.update(
+        MonkeyPatch=MonkeyPatch.for_connection(connection), FixtureRequest=FixtureRequest
+    )
     module.__dict__.update(CaptureFixture=_CaptureFixture, ExceptionInfo=ExceptionInfo)
     return module
 

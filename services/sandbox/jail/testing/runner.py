@@ -1,4 +1,4 @@
-"""Runner of tests against a solution in another jail; its own has no code of the model.
+"""Runner of tests against a solution in another jail; its own jail has no code of the model.
 
 Tests are a Python module as pytest would run it, that imports from `solution`. `collection` finds
 its tests, and `pytest_shim` is their `pytest`.
@@ -26,8 +26,8 @@ FILE_WORDS = (
     "chdir",
     "makedirs",
 )  # words in tests that use files
-SWALLOWED_ASSERTION = "an assertion failed in a callback of the tests and the solution kept it"
-TEXT = 300  # characters of a failed test's error
+SWALLOWED_ASSERTION = "an assertion failed in a callback of the tests and the solution caught it"
+MAX_ERROR_CHARACTERS = 300  # of a failed test
 GENERATOR, COROUTINE, ASYNC_GENERATOR = 0x20, 0x80, 0x200  # flags of code, see `inspect`
 
 
@@ -35,50 +35,55 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
     """Report each test as it begins and ends; only these frames carry the call's nonce."""
     nonce = program["nonce"]
 
-    def report(**said: Any) -> None:
-        frames.send(channel, {"nonce": nonce, **said})
+    def report(**fields: Any) -> None:
+        frames.send(channel, {"nonce": nonce, **fields})
 
-    side = ObjectConnection(peer, trusted=True)
-    patience_s = float(program.get("unreported_wait_s", 0.0))
-    side.turn = lambda theirs: report(turn=theirs)
-    side.patience_s = patience_s  # of the solution's import, too
+    connection = ObjectConnection(peer, is_trusted=True)
+    unreported_wait_s = float(program.get("unreported_wait_s", 0.0))
+    connection.on_long_wait = lambda is_waiting: report(is_waiting=is_waiting)
+    connection.unreported_wait_s = unreported_wait_s  # while the solution is imported, too
     try:
-        ready = side.received().get("ready") is True
+        ready = connection.receive().get("ready") is True
     except (frames.FrameChannelClosed, AttributeError):
         ready = False
-    side.patience_s = patience_s
-    tests = TestModule(side)
+    connection.unreported_wait_s = unreported_wait_s
+    tests = TestModule(connection)
+
+    def report_rejection() -> None:
+        report(unsupported=connection.rejection, by_solution=connection.is_rejection_by_solution)
 
     def answer() -> None:
         while True:
-            asked = frames.receive(channel)["test"]
-            side.patience_s = patience_s
-            verdict = tests.outcome(asked)
-            if side.refused:
-                report(unsupported=side.refused, provoked=side.provoked)
+            number = frames.receive(channel)["test"]
+            connection.unreported_wait_s = unreported_wait_s
+            verdict = tests.run_test(number)
+            if connection.rejection:
+                report_rejection()
                 return
-            if side.closed:
+            if connection.is_closed:
                 error = "the solution's process has ended"
                 verdict = {"passed": False, "lost": True, "error": error}
-            report(test=asked, **verdict)
+            report(test=number, **verdict)
 
     try:
         items = (
-            tests.collected(program["source"], program.get("shares_files") is True) if ready else []
+            tests.collect(program["source"], program.get("shares_files") is True) if ready else []
         )
     except BaseException as error:
-        if side.refused:
-            report(unsupported=side.refused, provoked=side.provoked)
-        elif side.closed or side.failed or side.used:  # a solution must not break its tests
+        if connection.rejection:
+            report_rejection()
+        elif connection.is_closed or connection.has_failed or connection.has_used_solution:
+            # A solution must not make its tests invalid.
             report(ready=False, tests=[], error=_format_error(error))
         elif isinstance(error, Skipped):
             report(ready=True, tests=["skipped"])
-            tests.skipped = True
+            tests.is_skipped = True
             answer()
         else:
             report(broken=_format_error(error))
         return
-    ready = ready and bool(items or not side.used)  # the tests may have called it for parameters
+    # Tests may have called the solution for their parameters.
+    ready = ready and bool(items or not connection.has_used_solution)
     report(ready=ready, tests=[item.name for item in items])
     if ready:
         answer()
@@ -87,26 +92,26 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
 class TestModule:
     """Tests of one module."""
 
-    def __init__(self, side: ObjectConnection) -> None:
-        self._side, self._store = side, FixtureStore()
+    def __init__(self, connection: ObjectConnection) -> None:
+        self._connection, self._store = connection, FixtureStore()
         self._items: list[Item] = []
         self._registry: FixtureRegistry | None = None
-        self._owner: Any = None
-        self._begun = False
-        self.skipped = False  # the whole module is skipped
+        self._current_class: Any = None
+        self._is_module_set_up = False
+        self.is_skipped = False  # the whole module is skipped
 
-    def collected(self, source: str, files: bool) -> list[Item]:
-        """Collect the tests. With `files`, the scratch directories of both sides have one path."""
-        side = self._side
-        side.assertions = (AssertionError, FailedByTest)
-        sys.modules["solution"] = namespace.SolutionModule(side)
-        sys.modules["pytest"] = make_pytest_module(side)
-        if files and any(word in source for word in FILE_WORDS):
-            side.files = open_file_sync()
-        side.wants_warnings = "warn" in source or "deprecated" in source
+    def collect(self, source: str, shares_files: bool) -> list[Item]:
+        """Collect the tests. With `shares_files`, both sides' scratch directories have one path."""
+        connection = self._connection
+        connection.assertion_types = (AssertionError, FailedByTest)
+        sys.modules["solution"] = namespace.SolutionModule(connection)
+        sys.modules["pytest"] = make_pytest_module(connection)
+        if shares_files and any(word in source for word in FILE_WORDS):
+            connection.file_sync = open_file_sync()
+        connection.wants_warnings = "warn" in source or "deprecated" in source
         if "mock" in source:
-            patches.forward_mock_patches(side)
-        patches.forward_introspection(side, source)
+            patches.forward_mock_patches(connection)
+        patches.forward_introspection(connection, source)
         if "unittest" in source:
             from unittest import case
 
@@ -116,28 +121,28 @@ class TestModule:
             "capsys": lambda store: _with_finalizer(store, patches.CapturedOutput(), "stop"),
             "capfd": lambda store: _with_finalizer(store, patches.CapturedOutput(), "stop"),
             "monkeypatch": lambda store: _with_finalizer(
-                store, patches.MonkeyPatch.of(side)(), "undo"
+                store, patches.MonkeyPatch.for_connection(connection)(), "undo"
             ),
-            "tmp_path": lambda _: self._folders().mktemp("test"),
-            "tmp_path_factory": lambda _: self._folders(),
+            "tmp_path": lambda _: self._create_temp_path_factory().mktemp("test"),
+            "tmp_path_factory": lambda _: self._create_temp_path_factory(),
         }
         self._registry = FixtureRegistry(module, builtin)
         self._module = module
         self._items = list(collect_items(module, self._registry))
         return self._items
 
-    def _folders(self) -> patches.TempPathFactory:
-        if self._side.files is None:
-            self._side.refuse("tmp_path, as the jails of this host have no /tmp of their own")
+    def _create_temp_path_factory(self) -> patches.TempPathFactory:
+        if self._connection.file_sync is None:
+            self._connection.reject("tmp_path, as the jails of this host have no /tmp of their own")
         return patches.TempPathFactory(ROOT)
 
-    def outcome(self, number: int) -> dict[str, Any]:
+    def run_test(self, number: int) -> dict[str, Any]:
         """Run a test and return its outcome, with the error of a failed one.
 
         A test that is skipped, or expected to fail, does not count for the solution, however it
         ends.
         """
-        if self.skipped:
+        if self.is_skipped:
             return {"passed": False, "error": "skipped"}
         item = self._items[number]
         try:
@@ -145,61 +150,62 @@ class TestModule:
                 conditional = mark.name in ("skipif", "xfail")
                 if mark.name == "skip" or (conditional and _is_condition_true(mark, item)):
                     return {"passed": False, "error": mark.name}
-            self._side.asserted.clear()
-            self._whole(item)
-            if self._side.asserted:  # a wrong solution can catch a callback's assertion
-                self._side.refuse(SWALLOWED_ASSERTION, provoked=True)
+            self._connection.callback_failures.clear()
+            self._run_with_setup(item)
+            # A wrong solution can catch the failed assertion of a callback.
+            if self._connection.callback_failures:
+                self._connection.reject(SWALLOWED_ASSERTION, by_solution=True)
         except BaseException as error:
             return {"passed": False, "error": _format_error(error)}
         return {"passed": True, "error": ""}
 
-    def _whole(self, item: Item) -> None:
-        if item.owner is not self._owner:
-            self._store.end("class")
-            self._owner = item.owner
+    def _run_with_setup(self, item: Item) -> None:
+        if item.owner is not self._current_class:
+            self._store.tear_down("class")
+            self._current_class = item.owner
             if item.owner is not None:
-                self._class_begins(item.owner, item.case)
-        if not self._begun:
-            self._begun = True
+                self._set_up_class(item.owner, item.is_unittest)
+        if not self._is_module_set_up:
+            self._is_module_set_up = True
             _call(getattr(self._module, "setup_module", None), self._module)
             _call(getattr(self._module, "setUpModule", None))
         try:
-            if item.case:
-                self._unit(item)
+            if item.is_unittest:
+                self._run_unittest(item)
             else:
-                self._function(item)
+                self._run_function(item)
         except BaseException:
             try:
-                self._store.end("function")
+                self._store.tear_down("function")
             except (frames.FrameChannelClosed, NotTransferable):
                 raise
             except BaseException:  # the test has failed already
                 pass
             raise
-        self._store.end("function")
+        self._store.tear_down("function")
 
-    def _class_begins(self, owner: Any, case: bool) -> None:
-        if case:
+    def _set_up_class(self, owner: Any, is_unittest: bool) -> None:
+        if is_unittest:
             owner.setUpClass()
-            self._store.at_end("class", owner.doClassCleanups)
-            self._store.at_end("class", owner.tearDownClass)
+            self._store.add_finalizer("class", owner.doClassCleanups)
+            self._store.add_finalizer("class", owner.tearDownClass)
             return
         _call(getattr(owner, "setup_class", None), owner)
         teardown = getattr(owner, "teardown_class", None)
         if teardown is not None:
-            self._store.at_end("class", lambda: _call(teardown, owner))
+            self._store.add_finalizer("class", lambda: _call(teardown, owner))
 
-    def _unit(self, item: Item) -> None:
+    def _run_unittest(self, item: Item) -> None:
         import unittest
 
         assert item.owner is not None and self._registry is not None
         instance = item.owner(item.originalname)
-        filling = FixtureResolver(item, self._registry, self._store, instance)
-        for name in self._registry.automatic(item.owner):
-            filling.value(name)
+        resolver = FixtureResolver(item, self._registry, self._store, instance)
+        for name in self._registry.list_autouse(item.owner):
+            resolver.get_value(name)
         for mark in item.marks:
             for name in mark.args if mark.name == "usefixtures" else ():
-                filling.value(name)
+                resolver.get_value(name)
         result = unittest.TestResult()
         instance.run(result)
         if result.skipped:
@@ -209,47 +215,49 @@ class TestModule:
         if not result.wasSuccessful():
             raise AssertionError("unexpected success")
 
-    def _function(self, item: Item) -> None:
+    def _run_function(self, item: Item) -> None:
         assert self._registry is not None
         instance = item.owner() if item.owner is not None else None
         code = getattr(item.function, "__func__", item.function)
         flags = code.__code__.co_flags
         if flags & (GENERATOR | ASYNC_GENERATOR):
-            raise AssertionError("a test that yields is none")
+            raise AssertionError("a test that yields is not run")
         if instance is None:
-            self._around("setup_function", "teardown_function", self._module, code)
-        filling = FixtureResolver(item, self._registry, self._store, instance)
-        for name in self._registry.automatic(item.owner):
-            filling.value(name)
+            self._set_up("setup_function", "teardown_function", self._module, code)
+        resolver = FixtureResolver(item, self._registry, self._store, instance)
+        for name in self._registry.list_autouse(item.owner):
+            resolver.get_value(name)
         if instance is not None:
             method = getattr(instance, item.originalname, code)
-            self._around("setup_method", "teardown_method", instance, method)
-        made = {n: filling.value(n) for n in item.names if n not in item.values}
-        given = {n: item.values[n] if n in item.values else made[n] for n in item.wanted}
+            self._set_up("setup_method", "teardown_method", instance, method)
+        values = {n: resolver.get_value(n) for n in item.fixture_names if n not in item.values}
+        arguments = {
+            n: item.values[n] if n in item.values else values[n] for n in item.argument_names
+        }
         function = item.function.__get__(instance, item.owner) if instance is not None else code
         if flags & COROUTINE:
             if not any(mark.name == "asyncio" for mark in item.marks):
                 raise AssertionError("async def without pytest.mark.asyncio is not run")
             import asyncio
 
-            asyncio.run(function(**given))
+            asyncio.run(function(**arguments))
         else:
-            function(**given)  # of what it returns, pytest warns
+            function(**arguments)  # pytest only warns about a returned value
 
-    def _around(self, setup: str, teardown: str, place: Any, argument: Any) -> None:
-        _call(getattr(place, setup, None), argument)
-        end = getattr(place, teardown, None)
-        if end is not None:
-            self._store.at_end("function", lambda: _call(end, argument))
+    def _set_up(self, setup: str, teardown: str, owner: Any, argument: Any) -> None:
+        _call(getattr(owner, setup, None), argument)
+        teardown_function = getattr(owner, teardown, None)
+        if teardown_function is not None:
+            self._store.add_finalizer("function", lambda: _call(teardown_function, argument))
 
 
 def _format_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:TEXT]
+    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
 
 
 def _with_finalizer(store: FixtureStore, value: Any, finalizer: str) -> Any:
-    """Return a fixture's value, whose `finalizer` method ends it with the test."""
-    store.at_end("function", getattr(value, finalizer))
+    """Return a fixture's value; its method `finalizer` is called at the end of the test."""
+    store.add_finalizer("function", getattr(value, finalizer))
     return value
 
 
@@ -258,8 +266,8 @@ def _call(function: Any, *arguments: Any) -> None:
     if function is None:
         return
     code = getattr(function, "__func__", function).__code__
-    taken = code.co_argcount - (1 if isinstance(function, types.MethodType) else 0)
-    function(*arguments[:taken])
+    accepted = code.co_argcount - (1 if isinstance(function, types.MethodType) else 0)
+    function(*arguments[:accepted])
 
 
 def _is_condition_true(mark: TestMark, item: Item) -> bool:

@@ -195,4 +195,6 @@ def test_model_of_a_finished_run_is_its_exported_one(tmp_path: Path) -> None:
 def test_missing_prompt_is_an_error(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.5])
     found = CliRunner().invoke(app, ["sample", str(run), "-"], input="\n\n")
-    assert isinstance(found.exception, ConfigError) and "no prompt" in str(found.exception)
+    assert isinstance(found.exception, ConfigError) and "the prompt is missing" in str(
+        found.exception
+    )

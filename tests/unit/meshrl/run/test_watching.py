@@ -139,7 +139,7 @@ def test_wait_ends_with_the_jobs_last_file(held_mesh: HeldMesh) -> None:
     held_mesh.phase(Phase.TRAINING)
     held_mesh.record()
     found = meshrl("wait", str(held_mesh.run), "--timeout", "0.1")
-    assert found.exit_code == 124 and "tiny runs: training" in found.stderr
+    assert found.exit_code == 124 and "tiny is running: training" in found.stderr
     ends: list[float] = []
 
     def end() -> None:
@@ -177,7 +177,7 @@ def test_finished_run_is_replaced_only_after_its_last_file(held_mesh: HeldMesh) 
         for written in ("", "stopped"):  # a summary from before the run was resumed
             held_mesh.record(written)
             with (
-                pytest.raises(Refused, match="being written down") as caught,
+                pytest.raises(Refused, match="still being written") as caught,
                 claim_run_directory(config, True),
             ):
                 pass
@@ -194,7 +194,7 @@ def test_failed_job_exits_with_status_1_and_its_error(held_mesh: HeldMesh) -> No
     found = meshrl("wait", str(held_mesh.run), "--timeout", str(scaled(PATIENCE_S)))
     assert found.exit_code == 1 and "'</s>' is not a token" in found.stdout
     found = meshrl("cancel", str(held_mesh.run))
-    assert found.exit_code == 1 and "nothing to cancel" in str(found.exception)
+    assert found.exit_code == 1 and "cannot be cancelled" in str(found.exception)
 
 
 def test_cancelled_job_names_the_resume_command(held_mesh: HeldMesh) -> None:
@@ -227,7 +227,7 @@ def test_job_is_found_by_name_and_an_unknown_name_is_a_one_line_error(
         main()
     assert caught.value.code == 1
     output = capsys.readouterr().err
-    assert "no run in tinny" in output and len(output.splitlines()) == 1
+    assert "tinny is neither a run directory nor a job" in output and len(output.splitlines()) == 1
 
 
 def test_watch_shows_a_run_to_its_end_and_writes_nothing(held_mesh: HeldMesh) -> None:

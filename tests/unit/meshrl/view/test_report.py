@@ -409,7 +409,7 @@ def test_each_non_empty_figure_becomes_a_file_also_during_a_run(
     written_files = redraw.draw_figures(tmp_path, tmp_path / "new" / "figures")
     names = {path.name for path in written_files}
     assert {p.name for p in (tmp_path / "new" / "figures").iterdir()} == names
-    assert {"learning.png", "seconds-a-step.png", "which-worker-did-what-when.png"} <= names
+    assert {"learning.png", "seconds-a-step.png", "timeline-of-workers.png"} <= names
     assert "evaluation.png" not in names  # there is no dataset beside the held-out set
 
 

@@ -148,7 +148,7 @@ def test_core_larger_than_memory_is_rejected(tmp_path: Path) -> None:
     large = replace(
         scenario.jobs[0], ranks=1, model=replace(scenario.jobs[0].model, parameters=30e9)
     )
-    with pytest.raises(ConfigError, match="no room for its states"):
+    with pytest.raises(ConfigError, match="lacks memory for its states"):
         build_cluster(replace(scenario, jobs=[large]), tmp_path)
 
 

@@ -108,7 +108,7 @@ def test_shipped_scenarios_can_be_built() -> None:
         ("steps = 6", "steps = 0 must be at least 1"),
         ('kind = "CPU"', "unknown key hosts[0].kinds"),
         ('emulate = "100/8/4000"', "there is no emulated engine speed 'fast'"),
-        ("[jobs.workload]", "neither a model nor a pace"),
+        ("[jobs.workload]", "neither a model nor emulated speeds"),
     ],
 )
 def test_mistakes_in_a_scenario_are_named(tmp_path: Path, change: str, said: str) -> None:
@@ -316,7 +316,7 @@ def test_error_of_the_simulated_run_is_reported(run: Path, tmp_path: Path) -> No
     assert document["run_error"] == pytest.approx(
         document["as_it_is_step_s"] / STEP_S - 1, abs=1e-3
     )
-    assert "the run itself: 20 s/step" in result.stdout
+    assert "measured run: 20 s/step" in result.stdout
     assert (out / "scenario.toml").is_file() and (out / "index.html").is_file()
 
 

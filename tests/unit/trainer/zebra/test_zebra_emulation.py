@@ -129,7 +129,7 @@ def test_rank_emulates_the_accelerator_of_its_slot(tmp_path: Path) -> None:
     assert longer.predict_bin_s([32], 1) == pytest.approx(slow.predict_bin_s([128], 1))
     assert build_emulation(job(tmp_path, ""), "cpu:1") is None
     for unknown in ("cpu:1", "cuda:0 Something", ""):
-        with pytest.raises(ConfigError, match="MESHRL_STAND_FOR"):
+        with pytest.raises(ConfigError, match="MESHRL_EMULATED_ACCELERATORS"):
             build_emulation(hundred, unknown)
 
 

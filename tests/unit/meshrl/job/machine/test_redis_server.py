@@ -150,7 +150,7 @@ def test_too_small_port_range_names_the_needed_count() -> None:
     address_checks.require_free_ports("tcp://127.0.0.1:29400-29900", 12)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=r"0 of the 1 ports .* take 12") as caught:
+        with pytest.raises(ConfigError, match=r"0 of the 1 ports .* need 12") as caught:
             address_checks.require_free_ports(f"tcp://127.0.0.1:{port}-{port}", 12)
     assert "LOW-HIGH" in caught.value.fix
 
