@@ -89,7 +89,7 @@ def _check_factors(
             f"{what}.b has shape {list(b.shape)} instead of [{part.rows}, {a.shape[0]}]"
         )
     if not (torch.isfinite(a).all() and torch.isfinite(b.detach() * scale).all()):
-        raise _rejected_adapter_error(f"{what} has values that are not finite")
+        raise _rejected_adapter_error(f"{what} is not finite")
     return a, b
 
 

@@ -50,7 +50,7 @@ class OffloadStorage:
         for own, said in ((self.segment_owner, segment_owner), (self.directory, directory)):
             if own and said and said != own:
                 raise Refused(
-                    f"it was told to offload to {said}, but its worker uses {own}",
+                    f"the request sets {said} as the offload target, but its worker uses {own}",
                     where=self._mesh.name,
                     fix="The request is not from its worker: run `meshrl hosts` to list the "
                     "admitted hosts",

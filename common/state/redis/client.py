@@ -262,7 +262,7 @@ class StateClient:
             if not is_full and not str(error).startswith(DISK_FULL_PREFIXES):
                 raise error
             return StateUnavailable(
-                f"Redis refuses writes: {error}",
+                f"Redis rejects writes: {error}",
                 where=redact_password(self.url),
                 fix="See whether its disk or memory is full, and that it is a primary.",
             )
@@ -335,7 +335,7 @@ def find_auth_error(error: BaseException) -> BaseException | None:
 def _connection_error(url: str, error: BaseException) -> ConfigError:
     if isinstance(error, InvalidResponse):
         message, fix = (
-            f"the server there is not a Redis: {error}",
+            f"the server at this address is not Redis: {error}",
             "See whether host and port are right",
         )
     else:

@@ -181,7 +181,7 @@ class BulkClient:
             raise Refused(
                 f"a chunk has {size} bytes; the limit of the bulk port is {self._max_bytes}",
                 where=entry.bulk,
-                fix="Split the data into pieces, as for weights",
+                fix="Send the data in pieces, as for weights",
             )
         chunks = await self.open_local_store(entry)
         if chunks is not None:

@@ -84,7 +84,7 @@ class ActorDirectory:
         """
         pause = FIRST_RETRY_S
         why: MeshError | None = None
-        with self._waits.wait("to find it", name):
+        with self._waits.wait("its registry entry", name):
             while True:
                 try:
                     entry = await self._look_up(name, deadline)

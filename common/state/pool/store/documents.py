@@ -151,7 +151,7 @@ def _encode_fields(decision: Decision) -> dict[str, Any]:
         case PlaceInstance():
             return kind | _encode_placement(decision)
         case MarkWorkerLost(worker, rationale):
-            reason = rationale.inputs.get("reason", "its worker is gone")
+            reason = rationale.inputs.get("reason", "its worker has exited")
             return kind | {"worker": worker, "reason": reason}
         case AssignServices(host, services):
             names = list(services)

@@ -51,9 +51,7 @@ def _decode_value(kind: Any, value: Any, where: str) -> Any:
 
 def _decode_record(kind: type[Any], value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
-        raise Refused(
-            f"{where} is not an object", where=where, fix="Give its fields by their names"
-        )
+        raise Refused(f"{where} is not an object", where=where, fix="Give its fields by name")
     hints = resolve_hints(kind)
     names = [field.name for field in fields(kind) if field.init]
     unknown = sorted(set(value) - set(names))

@@ -165,7 +165,7 @@ def test_append_detects_changes_by_another_writer(tmp_path: Path) -> None:
     with pytest.raises(CorruptData, match="another process"):
         file.append([{"n": 6}])
     path.unlink()
-    with pytest.raises(CorruptData, match="gone"):
+    with pytest.raises(CorruptData, match="missing"):
         file.append([{"n": 6}])
 
 

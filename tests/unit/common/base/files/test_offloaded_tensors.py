@@ -226,7 +226,7 @@ def test_full_disk_raises_storage_full_and_keeps_the_previous_file(tmp_path: Pat
     with (
         files_up_to(PIECE_BYTES),
         closing(OffloadFile(path, create=True)) as medium,
-        pytest.raises(StorageFull, match="no room"),
+        pytest.raises(StorageFull, match="no space"),
     ):
         offloaded_tensors.offload(medium, METADATA, TensorBytes(8))
     assert [file.name for file in tmp_path.iterdir()] == ["one.kept"]

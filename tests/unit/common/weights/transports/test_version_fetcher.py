@@ -176,7 +176,7 @@ def test_reasons_and_verdicts_have_figures() -> None:
     for _ in range(2):
         first = selector.choose(SIZE, TRANSPORTS)
         assert selector.record_success(first, SIZE, 2.0) == "it took 2 s"
-    assert "not known yet" in first.reason
+    assert "is unknown" in first.reason
     change = selector.choose(SIZE, TRANSPORTS)
     assert (change.transport, change.replaced_transport, change.replaced_predicted_s) == (
         "collective",

@@ -118,7 +118,7 @@ def test_other_server_at_the_port_is_reported_as_no_redis(monkeypatch: pytest.Mo
         port = listener.getsockname()[1]
         error = get_redis_error(monkeypatch, f"redis://127.0.0.1:{port}/0")
         listener.shutdown(socket.SHUT_RDWR)
-    assert "no Redis" in error.message
+    assert "not Redis" in error.message
 
 
 def test_missing_database_is_quoted(guarded_socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
