@@ -19,9 +19,12 @@ from meshrl.common.state.steps import decode_step_row
 from meshrl.services.trainer.learner.stats import BinStats, build_update_metrics
 from meshrl.services.trainer.steps.batch import StepBatch
 from meshrl.services.trainer.steps.step_durations import CHECKPOINT_PAUSE, StepDurations
+from meshrl.view.history.decisions import DECISION_KINDS
+from meshrl.view.history.event_text import ALERT_KINDS, EVENT_TEXTS
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot, make_metric_families
 from meshrl.view.recording.job_usage import JobUsage
+from meshrl.view.recording.run_record import FREQUENT_EVENTS
 from meshrl.view.report.report import RunResult, summarize
 
 ROOT = Path(__file__).parents[3]
@@ -126,6 +129,20 @@ def test_documented_measurements_appear_in_the_code() -> None:
     assert [
         key for key in keys if not re.search(rf'"{key}"|\b{key}: (?:int|float|dict|Mapping)', code)
     ] == []
+
+
+def test_kinds_of_events_are_documented() -> None:
+    section = list(read_tables("operate/monitoring.md", "## Events"))
+    documented = {kind for _, cell in section for kind in re.findall(r"`(\w+)`", cell)}
+    scripts = (ROOT / "common/state/redis/scripts").rglob("*.lua")
+    published = {
+        kind
+        for script in scripts
+        for kind in re.findall(r"append_event\('(\w+)'", script.read_text())
+    }
+    assert len(published) > 20
+    shown = {*EVENT_TEXTS, *ALERT_KINDS, *DECISION_KINDS, *FREQUENT_EVENTS}
+    assert (published | shown) - documented == set()
 
 
 def is_importable(dotted: str) -> bool:

@@ -20,7 +20,7 @@ from meshrl.job.job_file import JobFile
 IMPORT_TIMEOUT_S = 60.0  # for torch
 LIST_COMMAND = [sys.executable, "-m", "meshrl.common.hardware.gpus"]
 CUDA_PROBE = "import torch; torch.cuda.init(); print(torch.cuda.get_device_name(0))"
-_FIX = 'Set mesh.device = "cpu", or repair the reported cause'
+_FIX = 'Set mesh.device = "cpu", or repair the access to the GPU'
 
 
 def check_devices(job: JobFile) -> None:
