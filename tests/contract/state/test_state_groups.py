@@ -32,7 +32,7 @@ async def test_job_name_must_be_valid_and_unused(state: StateClient) -> None:
     with pytest.raises(Refused, match="already"):
         await jobs.submit(state, JOB, document(), "", "op2")
     for name in ("mesh", "", "a b", "{x}", "a:b"):
-        with pytest.raises(Refused, match="cannot be the name"):
+        with pytest.raises(Refused, match="is not a valid job name"):
             await jobs.submit(state, name, document(), "", "op3")
     with pytest.raises(NotFound):
         await jobs.read_job(state, "other")

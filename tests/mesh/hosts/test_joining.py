@@ -149,7 +149,7 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     commands.until("both shown", lambda: 'meshrl_hosts{state="up"} 2.0' in metrics(of_head))
 
     used = commands.list_rejections("join", str(token), "--root", str(commands.directory / "third"))
-    assert f"used by {joined.host}" in used and "meshrl token create --host" in used
+    assert f"has admitted {joined.host}" in used and "meshrl token create --host" in used
     assert not (commands.directory / "third/mesh/settings.json").exists()
 
     job = commands.run_for_output(

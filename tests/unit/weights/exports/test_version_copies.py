@@ -182,7 +182,7 @@ def test_exit_of_the_copy_process_fails_the_version_in_progress() -> None:
     outcomes = parse_outcomes(lines, ["a", "b", "c", "d"], has_exited=True)
     assert list(outcomes) == ["a", "b", "c"], "the last version is retried at once"
     assert outcomes["a"] == {"bytes": 1} and isinstance(outcomes["b"], NotFound)
-    assert "has ended" in str(outcomes["c"])
+    assert "has exited" in str(outcomes["c"])
     assert isinstance(parse_outcomes([], ["a"], has_exited=False)["a"], DeadlineExceeded)
     with pytest.raises(CorruptData, match=r"job\.json"):
         parse_outcomes(

@@ -354,7 +354,7 @@ def test_full_disk_raises_an_error_and_leaves_no_files(run: Run, tmp_path: Path,
         text=True,
         timeout=scaled(120),
     )
-    with pytest.raises(StorageFull, match="Free some"):
+    with pytest.raises(StorageFull, match="Free disk"):
         parse_answer(result.stdout, result.stderr)
     assert result.returncode == 1 and list(out.parent.iterdir()) == []
 
