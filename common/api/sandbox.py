@@ -7,8 +7,9 @@ the batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from meshrl.common.api.calls.interface import Call, Cast, Interface
 from meshrl.common.api.stats import Stats
@@ -161,8 +162,9 @@ class SandboxStats(Stats):
     busy: int  # slots for jails
     waiting: int  # calls waiting for a slot
     sessions: int
-    rests: bool  # another sandbox can take over its work
+    safe_to_evict: bool  # another sandbox can take over its work
     outcomes: dict[str, int] = field(default_factory=dict)  # by status
+    deprecated_keys: ClassVar[Mapping[str, str]] = {"safe_to_evict": "rests"}
 
     def encode(self) -> dict[str, Any]:
         """Return the statistics by name; the outcomes of a status are `outcomes_<status>`."""

@@ -6,17 +6,26 @@ The planner uses some of them, and views show all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
 
 
 class Stats:
     """Stats of one kind of process: a dataclass. Fields that are None are not published."""
 
+    # Deprecated keys of fields, by the fields' current names. Both are published, because
+    # dashboards of users may read the deprecated ones.
+    deprecated_keys: ClassVar[Mapping[str, str]] = {}
+
     def encode(self) -> dict[str, Any]:
         """Return the published fields."""
-        known: dict[str, Any] = asdict(self, dict_factory=_drop_none)  # type: ignore[call-overload]
-        return known
+        values = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        found = {name: _encode(value) for name, value in values.items() if value is not None}
+        for kind in type(self).__mro__:
+            for name, old in vars(kind).get("deprecated_keys", {}).items():
+                if name in found:
+                    found[old] = found[name]
+        return found
 
     @classmethod
     def decode(cls, published: Mapping[str, Any]) -> Self:
@@ -25,8 +34,12 @@ class Stats:
         return cls(**{name: published[name] for name in names if name in published})
 
 
-def _drop_none(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in entries if value is not None}
+def _encode(value: Any) -> Any:
+    if isinstance(value, Stats):
+        return value.encode()
+    if isinstance(value, Mapping):
+        return {key: _encode(one) for key, one in value.items()}
+    return [_encode(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass
@@ -44,15 +57,23 @@ class PauseStats(Stats):
 class KVStats(Stats):
     """Keys and values that an engine stores outside its cache, and loads into it."""
 
-    again: int | None = None  # tokens that were recomputed although they had been offloaded
-    loaded: dict[str, int] = field(default_factory=dict)  # loaded tokens by source
+    recomputed_tokens: int | None = None  # although they had been offloaded
+    loaded_tokens: dict[str, int] = field(default_factory=dict)  # by source
     bytes_in: dict[str, int] = field(default_factory=dict)
     bytes_out: dict[str, int] | None = None  # by tier
-    sought: int | None = None  # tokens of requested prefixes
-    not_kept: int | None = None  # chunks that were not stored for lack of space or time
+    lookup_tokens: int | None = None  # tokens of requested prefixes
+    dropped_chunks: int | None = None  # chunks that were not stored for lack of space or time
     saved_s: float = 0.0  # computing time saved
-    used: dict[str, int] | None = None  # bytes, by tier
-    refused: list[str] | None = None  # recent reasons for chunks that were not stored
+    used_bytes: dict[str, int] | None = None  # by tier
+    rejection_reasons: list[str] | None = None  # recent ones, of chunks that were not stored
+    deprecated_keys: ClassVar[Mapping[str, str]] = {
+        "recomputed_tokens": "again",
+        "loaded_tokens": "loaded",
+        "lookup_tokens": "sought",
+        "dropped_chunks": "not_kept",
+        "used_bytes": "used",
+        "rejection_reasons": "refused",
+    }
 
 
 @dataclass
@@ -67,7 +88,7 @@ class EngineStats(PauseStats):
     waiting: int = 0
     requests: dict[str, int] = field(default_factory=dict)  # in flight, by shard
     plateau: int = 0  # batch size from which throughput is constant; 0: not measured yet
-    path: str = ""  # description of the backend, for users
+    backend: str = ""  # description of the backend, for users
     tensor_parallel: int = 1
     preempted: int = 0
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
@@ -79,13 +100,20 @@ class EngineStats(PauseStats):
     waiting_s: float = 0.0
     pulls: int = 0  # versions received
     pull_s: float = 0.0  # of the last version
-    curve: list[float] | None = None  # of a decode step; see `DecodeCurve.encode`
+    decode_curve: list[float] | None = None  # of a decode step; see `DecodeCurve.encode`
     kv: KVStats | None = None
     # transport of the last version, and the reason for it
-    weights_way: dict[str, Any] | None = None
-    paced: int | None = None  # emulated steps; `late`: those of them that ended late
-    late: int | None = None
+    weights_transport: dict[str, Any] | None = None
+    emulated_count: int | None = None  # emulated steps
+    late_count: int | None = None  # of these: steps that ended late
     tokens_cached: int | None = None  # found by an SGLang server in its own caches
+    deprecated_keys: ClassVar[Mapping[str, str]] = {
+        "backend": "path",
+        "decode_curve": "curve",
+        "weights_transport": "weights_way",
+        "emulated_count": "paced",
+        "late_count": "late",
+    }
 
 
 @dataclass
@@ -119,8 +147,9 @@ class ShardStats(RoutingStats):
 class EmulationStats(Stats):
     """Emulated computations, and those of them that ended late."""
 
-    paced: int | None = None
-    late: int | None = None
+    emulated_count: int | None = None
+    late_count: int | None = None
+    deprecated_keys: ClassVar[Mapping[str, str]] = {"emulated_count": "paced", "late_count": "late"}
 
 
 @dataclass
@@ -177,8 +206,12 @@ class HostLoadStats(Stats):
 class HeadLatencyStats(Stats):
     """Latency of a host to the head. None: not measured yet."""
 
-    trip_ms: float | None = None  # round trip to Redis
-    ahead_ms: float | None = None  # lead of this host's clock over that of Redis' host
+    redis_round_trip_ms: float | None = None
+    clock_ahead_ms: float | None = None  # lead of this host's clock over that of Redis' host
+    deprecated_keys: ClassVar[Mapping[str, str]] = {
+        "redis_round_trip_ms": "trip_ms",
+        "clock_ahead_ms": "ahead_ms",
+    }
 
 
 @dataclass(frozen=True)
@@ -189,31 +222,41 @@ class NodeStats(HostLoadStats, HeadLatencyStats):
     adopted: int = 0  # of these, started by an earlier incarnation
     services: int = 0  # running shards and sandboxes
     adopted_services: int = 0
-    takes: Sequence[str] | None = None  # accepted services
-    tiers: Sequence[str] | None = None  # of isolation, for its sandboxes; None: not probed
+    accepted_services: Sequence[str] | None = None
+    isolation_tiers: Sequence[str] | None = None  # of its sandboxes; None: not probed
     bulk_sent: int | None = None  # bytes by the bulk port; None: it has none
+    deprecated_keys: ClassVar[Mapping[str, str]] = {
+        "accepted_services": "takes",
+        "isolation_tiers": "tiers",
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceStats(Stats):
     """State of an instance's process on a worker."""
 
-    resident: str
+    instance: str
     job: str
     role: str
-    state: str
+    phase: str
     tier: str
     pid: int
     restarts: int
+    deprecated_keys: ClassVar[Mapping[str, str]] = {"instance": "resident", "phase": "state"}
 
 
 @dataclass(frozen=True, slots=True)
 class SliceStats(Stats):
     """Time slices of the gang that a worker schedules."""
 
-    turns: int = 0  # granted so far
-    turns_killed: int = 0
-    turn_of: Sequence[str] = ()  # instances that have one now
+    granted_slices: int = 0
+    killed_slices: int = 0
+    slice_holders: Sequence[str] = ()  # instances that have a time slice now
+    deprecated_keys: ClassVar[Mapping[str, str]] = {
+        "granted_slices": "turns",
+        "killed_slices": "turns_killed",
+        "slice_holders": "turn_of",
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +267,12 @@ class WorkerStats(SliceStats):
     accelerator: str = ""
     gang: str = ""  # empty: idle
     rank: int = 0
-    held_bytes: Mapping[str, int] | None = None  # by tier, and of its budget
-    residents: Sequence[InstanceStats] = ()
+    used_bytes: Mapping[str, int] | None = None  # by tier, and of its budget
+    instances: Sequence[InstanceStats] = ()
+    deprecated_keys: ClassVar[Mapping[str, str]] = {
+        "used_bytes": "held_bytes",
+        "instances": "residents",
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +280,9 @@ class PlannerStats(Stats):
     """Statistics of a planner. None: the planner stands by."""
 
     leader: bool = False
-    look_ms: float | None = None
+    snapshot_ms: float | None = None
     decide_ms: float | None = None
     write_ms: float | None = None
     workers: int | None = None
     jobs: int | None = None
+    deprecated_keys: ClassVar[Mapping[str, str]] = {"snapshot_ms": "look_ms"}

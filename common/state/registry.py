@@ -27,9 +27,10 @@ REGISTRATION_FIELDS = (
 # thousands of rows, and Redis answers nothing else until it is done.
 SNAPSHOT_KINDS = frozenset({"engine", "trainer", "hybrid", "rollout", "sandbox", "node", "rank"})
 SNAPSHOT_STATS = (
-    *("job", "gang", "resident", "draining", "rests", "takes", "tiers"),
+    *("job", "gang", "instance", "draining", "safe_to_evict", "accepted_services"),
+    "isolation_tiers",
     *("tokens", "step", "bins", "published"),
-    *("work", "curve", "lengths", "profile", "cores", "busy_cores"),
+    *("work", "decode_curve", "lengths", "profile", "cores", "busy_cores"),
 )
 
 

@@ -118,8 +118,8 @@ class Watched:
 def late_share(processes: Iterable[Mapping[str, Any]]) -> float | None:
     """Return the late ones of all steps at a pace, by the last stats of processes; None: none."""
     known = list(processes)
-    paced = sum(stats.get("paced", 0) for stats in known)
-    return round(sum(stats.get("late", 0) for stats in known) / paced, 4) if paced else None
+    paced = sum(stats.get("emulated_count", 0) for stats in known)
+    return round(sum(stats.get("late_count", 0) for stats in known) / paced, 4) if paced else None
 
 
 def workers_by_job(gangs: Iterable[Gang]) -> dict[str, float]:

@@ -81,7 +81,7 @@ WHY = Rationale("default", "job0", {"share": 0.5})
 # Published values of an engine: its work, its memory, its loop and its traffic.
 STATS = {
     "tokens": 123456789,
-    "curve": [1, 0.01234, 0.0001234, 1.234e-07, 6123.0, 123456],
+    "decode_curve": [1, 0.01234, 0.0001234, 1.234e-07, 6123.0, 123456],
     **{f"counter_of_something_{n}": 12345.678 + n for n in range(40)},
 }
 
@@ -170,7 +170,7 @@ async def filled(state: StateClient, timer: Timer, gangs: int, count: int) -> in
     tokens = []
     for n in range(gangs):
         host = f"host{n // WORKERS_OF_HOST}"
-        stats = {"gang": f"g{n}", "resident": f"g{n}.0", "job": f"job{n % count}", **STATS}
+        stats = {"gang": f"g{n}", "instance": f"g{n}.0", "job": f"job{n % count}", **STATS}
         for name, kind in ((f"worker/w{n}", "worker"), (f"engine/g{n}.0", "engine")):
             entry = registry.RegistryEntry(
                 name,

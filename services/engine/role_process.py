@@ -210,7 +210,7 @@ async def serve(
         own.pulls, own.pull_s = versions.pulls, round(versions.pull_s, 3)
         if not limits.kv.peers:
             own.cache_bytes_per_token = 0
-        own.weights_way = versions.fetcher.last_report
+        own.weights_transport = versions.fetcher.last_report
         return placement.initial_stats() | turns.stats() | service.tiers.stats() | own.encode()
 
     driver.start(service)

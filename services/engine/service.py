@@ -186,7 +186,7 @@ class EngineService(Actor):
             waiting=engine.num_waiting,
             requests=self.shard_streams.request_counts,
             plateau=self.throughput.plateau_batch,
-            path=steps.backend,
+            backend=steps.backend,
             tensor_parallel=steps.tensor_parallel_size,
             preempted=engine.num_preempted,
             prefill_tokens_per_s=steps.prefill_tokens_per_s,
@@ -196,10 +196,10 @@ class EngineService(Actor):
             context=round(self.context_lengths.mean_tokens, 1),
             running_s=round(self.occupancy.read_seconds("running"), 3),
             waiting_s=round(self.occupancy.read_seconds("waiting"), 3),
-            curve=curve.encode() if curve is not None else None,
+            decode_curve=curve.encode() if curve is not None else None,
             kv=self._collect_kv_stats(),
-            paced=emulated.emulated_count if emulated is not None else None,
-            late=emulated.late_count if emulated is not None else None,
+            emulated_count=emulated.emulated_count if emulated is not None else None,
+            late_count=emulated.late_count if emulated is not None else None,
             tokens_cached=getattr(engine, "tokens_cached", None),
         )
 
@@ -212,7 +212,7 @@ class EngineService(Actor):
         moves = self.cache_moves
         if moves.received_tokens:
             rate, found = self.steps.prefill_tokens_per_s, found or KVStats()
-            found.loaded["engines"], found.bytes_in["engines"] = (
+            found.loaded_tokens["engines"], found.bytes_in["engines"] = (
                 moves.received_tokens,
                 moves.received_bytes,
             )

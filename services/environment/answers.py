@@ -11,8 +11,8 @@ from meshrl.common.environment.reward_numbers import to_finite_float
 
 ANSWER_KEYS = ("tool", "input", "append", "done", "reward")
 ANSWER_FORMS = (
-    "an environment answers {'tool': name, 'input': x}, {'append': observation}, {'done': True} or "
-    "{'done': True, 'reward': number}, the last two perhaps with a last 'append'"
+    "an environment returns {'tool': name, 'input': x}, {'append': observation}, {'done': True} or "
+    "{'done': True, 'reward': number}; the last two may include 'append'"
 )
 
 
@@ -68,21 +68,21 @@ def _parse_answer(value: Any) -> EnvironmentAnswer:
     given = {key: item for key, item in value.items() if item is not None or key == "input"}
     done = given.pop("done", False)
     if type(done).__name__ not in ("bool", "bool_"):
-        raise TypeError(f"'done' is True or False, not {done!r:.80}")
+        raise TypeError(f"'done' must be True or False, not {done!r:.80}")
     if "tool" in given:
         if done or not given.keys() <= {"tool", "input"}:
             others = [key for key in value if key not in ("tool", "input")]
-            raise ValueError(f"'tool' goes with 'input' alone, not with {others[0]!r}")
+            raise ValueError(f"'tool' allows only 'input', not {others[0]!r}")
         if not isinstance(given["tool"], str) or not given["tool"]:
-            raise TypeError(f"'tool' is the name of a tool, not {given['tool']!r:.80}")
+            raise TypeError(f"'tool' must be the name of a tool, not {given['tool']!r:.80}")
         return EnvironmentAnswer(tool=given["tool"], input=given.get("input"))
     if "input" in given:
-        raise ValueError("'input' goes with 'tool'")
+        raise ValueError("'input' requires 'tool'")
     if "reward" in given and not done:
-        raise ValueError("'reward' goes with 'done': True; only an end has a reward")
+        raise ValueError("'reward' requires 'done': True; only the last answer may have a reward")
     if done and given.get("append") in ("", []):
         del given["append"]
     if not done and "append" not in given:
-        raise ValueError(f"it neither ends nor goes on; {ANSWER_FORMS}")
+        raise ValueError(f"the answer lacks 'tool', 'append' and 'done'; {ANSWER_FORMS}")
     reward = to_finite_float(given["reward"], "'reward'") if "reward" in given else None
     return EnvironmentAnswer(append=given.get("append"), done=bool(done), reward=reward)

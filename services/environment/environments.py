@@ -75,7 +75,7 @@ class Environments:
             return "ok", answer
         except Exception as error:
             if isinstance(error, KeyError) and error.args == (key,):
-                return "unknown", f"trajectory {key} has no environment here"
+                return "unknown", f"this process has no environment of trajectory {key}"
             return "raised", self._describe_error(error)
 
     def _describe_error(self, error: Exception) -> str:
@@ -144,7 +144,7 @@ class Environments:
         for key in list(self._sessions):
             status, error = self.run_operation(key, "close", None)
             if status == "raised":
-                print(f"closing trajectory {key}: {error}", file=sys.stderr)
+                print(f"error on closing trajectory {key}: {error}", file=sys.stderr)
 
 
 class SingleTurn:
@@ -195,20 +195,24 @@ def import_reference(reference: str, directory: str) -> Callable[..., Any]:
 
 def build_parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
-    found.add_argument("--use", default="", help="module:function, the environment's factory")
+    found.add_argument("--use", default="", help="factory of the environment, as module:function")
     found.add_argument("--modules", default=".", help="directory of the job's modules")
     found.add_argument("--tokenizer", required=True)
-    found.add_argument("--prompt", default="prompt", help="the row's key that holds the prompt")
-    found.add_argument("--chat", default="", help="chat format; empty: text as it is")
+    found.add_argument("--prompt", default="prompt", help="key of a row's prompt")
+    found.add_argument("--chat", default="", help="chat format; empty: plain text")
     found.add_argument("--chat-options", type=json.loads, default={})
     found.add_argument("--chat-template", type=json.loads, default={}, help="options of Chat.load")
     found.add_argument(
-        "--special-tokens", default=TEMPLATE_FORMAT, help="or anywhere: in all texts"
+        "--special-tokens",
+        default=TEMPLATE_FORMAT,
+        help="texts that may contain special tokens: template or anywhere",
     )
-    found.add_argument("--ends", type=json.loads, default=[], help="tokens that end an answer")
-    found.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
-    found.add_argument("--mcp", type=json.loads, default={}, help="MCP server: its command")
-    found.add_argument("--threads", type=int, default=1, help="operations at a time")
+    found.add_argument("--ends", type=json.loads, default=[], help="tokens at which an answer ends")
+    found.add_argument(
+        "--tools", type=json.loads, default={}, help="functions by tool name, as module:function"
+    )
+    found.add_argument("--mcp", type=json.loads, default={}, help="commands by MCP server")
+    found.add_argument("--threads", type=int, default=1, help="maximum of concurrent operations")
     return found
 
 

@@ -104,14 +104,16 @@ class TextSession(EnvironmentSession):
     def start(self, row: dict[str, Any]) -> list[int]:
         text = self._environment.open(row)
         if not isinstance(text, str):
-            said = f"open() returned {type(text).__name__}, not the prompt as str"
-            raise InvalidAnswer(f"{said}; messages take environment.chat", self._environment.open)
+            said = f"open() returned {type(text).__name__}, but the prompt must be a str"
+            raise InvalidAnswer(
+                f"{said}; set environment.chat to use messages", self._environment.open
+            )
         check_encodable(self._tokenizer, text, self._environment.open)
         return self._tokenizer.encode_start(text, escape=self._escapes_special_tokens)
 
     def encode_answer(self, value: Any) -> list[int]:
         if not isinstance(value, str):
-            raise TypeError(f"an answer is str, not {type(value).__name__}")
+            raise TypeError(f"an answer must be a str, not {type(value).__name__}")
         end = max((end for end in self._end_tokens if value.endswith(end)), key=len, default="")
         return self._encode(value.removesuffix(end), end)
 
@@ -129,8 +131,8 @@ class TextSession(EnvironmentSession):
 
     def _encode_append(self, value: Any, function: Any) -> list[int]:
         if not isinstance(value, str):
-            said = f"{function.__name__}() appends {value!r:.80}, not a str"
-            raise InvalidAnswer(f"{said}; messages take environment.chat", function)
+            said = f"{function.__name__}() appends {value!r:.80}, but must append a str"
+            raise InvalidAnswer(f"{said}; set environment.chat to use messages", function)
         return self._encode(value)
 
 
@@ -157,7 +159,7 @@ class ChatSession(EnvironmentSession):
     @property
     def conversation(self) -> ChatConversation:
         if self._conversation is None:
-            raise RuntimeError("the environment has not been opened")
+            raise RuntimeError("the environment is not open")
         return self._conversation
 
     def start(self, row: dict[str, Any]) -> list[int]:
@@ -168,7 +170,7 @@ class ChatSession(EnvironmentSession):
                 opened, specs = split_opening(opened, specs)
             self._prompt = parse_conversation(opened), specs
         except ValueError as error:
-            said = f"the prompt is none that a chat takes: {error}"
+            said = f"the prompt is not a valid conversation: {error}"
             raise InvalidAnswer(said, self._environment.open) from None
         for message in self._prompt[0]:
             check_encodable(self._tokenizer, message["content"], self._environment.open)
@@ -203,7 +205,7 @@ class ChatSession(EnvironmentSession):
 
     def check_replay(self, ids: list[int]) -> None:
         if self.conversation.ids[: len(ids)] != ids:
-            raise RuntimeError("a replay of the environment differs from what was logged")
+            raise RuntimeError("a replay of the environment differs from the log")
 
     def _start_next_call(self) -> Action:
         while self._pending_calls:
@@ -238,7 +240,7 @@ class ChatSession(EnvironmentSession):
         try:
             messages = parse_conversation(value)
         except ValueError as error:
-            said = f"{function.__name__}() appends no messages: {error}"
+            said = f"{function.__name__}() appends invalid messages: {error}"
             raise InvalidAnswer(said, function) from None
         return self.conversation.append_messages(messages)
 
@@ -257,5 +259,5 @@ def split_opening(opened: dict[str, Any], specs: list[Message]) -> tuple[Any, li
         raise ValueError(f"there is no key {unknown[0]!r}; there are 'messages' and 'tools'")
     tools = specs if opened.get("tools") is None else opened["tools"]
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"tools are a list of JSON schemas of functions, not {tools!r:.80}")
+        raise ValueError(f"'tools' must be a list of JSON schemas of functions, not {tools!r:.80}")
     return opened.get("messages"), list(tools)

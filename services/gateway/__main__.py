@@ -51,7 +51,7 @@ def create_transport(
     try:
         before = gateway_identity.find_identity(directory)
     except CorruptData as error:
-        mesh.log.warning("tokens that were given are good no more", why=str(error))
+        mesh.log.warning("tokens issued so far are invalid", why=str(error))
         before = None
     own = before.key_pair if before is not None else KeyPair.generate()
     keys = TokenKeys(own, own.public, tokens.find_holder)
@@ -64,7 +64,7 @@ def create_transport(
         try:
             transport = ZmqTransport(bind, advertise, keys=keys, connection_limits=connections)
         except ConfigError as error:
-            mesh.log.warning("tokens that were given name a port that is taken", why=str(error))
+            mesh.log.warning("tokens issued so far name a port that is in use", why=str(error))
     if transport is None:
         transport = ZmqTransport(listen, advertise, keys=keys, connection_limits=connections)
     bound = f"{listen.rpartition(':')[0]}:{transport.address.rpartition(':')[2]}"

@@ -95,8 +95,8 @@ class GatewayActor(HostCalls):
         priority, most = config.pool.priority, self._tokens.find_priority(token)
         if priority > most:
             raise Refused(
-                f"pool.priority = {priority}: jobs of this token have {most} at most",
-                fix="Ask the mesh's own user for a token that was created with --priority",
+                f"pool.priority = {priority} exceeds {most}, the maximum of this token's jobs",
+                fix="Ask the mesh's owner for a token created with --priority",
             )
         need = derive_requirements(config.to_document(), request.parameters)
         await check_job_is_feasible(self.mesh.state, need)
@@ -108,13 +108,13 @@ class GatewayActor(HostCalls):
                 and self._tokens.is_valid(token)
             ):
                 await clock.sleep(POLL_S)
-            raise DeadlineExceeded(f"nothing of the job arrived for {UPLOAD_IDLE_S:g} s")
+            raise DeadlineExceeded(f"no data of the job arrived for {UPLOAD_IDLE_S:g} s")
 
     @call(Gateway.put)
     async def put(self, request: UploadPiece) -> None:
         upload = self._uploads.find(request.upload, caller_id.get())
         if len(request.content) > PIECE_BYTES:
-            raise Refused(f"a piece has at most {PIECE_BYTES} bytes")
+            raise Refused(f"a piece exceeds the limit of {PIECE_BYTES} bytes")
         upload.last_arrival_s = self.mesh.clock.monotonic()
         await self._uploads.write_piece(upload, request.name, request.offset, request.content)
 
@@ -168,7 +168,7 @@ class GatewayActor(HostCalls):
         except BaseException:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise
-        self.mesh.log.info("a job was handed in", job=job, token=upload.token_id)
+        self.mesh.log.info("a job was submitted", job=job, token=upload.token_id)
         return SubmittedJob(job, str(run_dir))
 
     # ------------------------------------------------------------ a job of the token's
@@ -188,7 +188,7 @@ class GatewayActor(HostCalls):
         await self._find_own_job(request.job)
         ms, _, number = request.since.partition("-")
         if not ms.isdecimal() or not (number.isdecimal() or request.since == ms):
-            raise Refused(f"{request.since!r:.100} is no id of an event")
+            raise Refused(f"{request.since!r:.100} is not the ID of an event")
         mesh, wait_s = self.mesh, min(max(request.wait_s, 0.0), MAX_EVENT_WAIT_S)
         found, cursor = await wait_for_events(
             mesh.state, mesh.clock, request.job, request.since, wait_s
@@ -220,7 +220,7 @@ class GatewayActor(HostCalls):
         for any other job, so that names of other users' jobs are not disclosed.
         """
         missing = NotFound(
-            f"there is no job {job!r:.100} of yours", fix="`meshrl status` lists them"
+            f"this token has no job {job!r:.100}", fix="Run `meshrl status` to list its jobs"
         )
         try:
             row = await jobs.read_job(self.mesh.state, job)
@@ -279,6 +279,7 @@ def _build_operation_id(request: JobRequest) -> str:
     """
     if not re.fullmatch(r"[0-9a-zA-Z]{8,64}", request.op_id):
         raise Refused(
-            f"{request.op_id!r:.100} tells no request from another", fix="Make up a new one"
+            f"{request.op_id!r:.100} is not a valid request ID",
+            fix="Use 8 to 64 letters and digits",
         )
     return f"{caller_id.get()}.{request.op_id}"

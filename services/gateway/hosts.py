@@ -60,7 +60,7 @@ class HostCalls(Actor):
         token = caller_id.get()
         if (member := self._tokens.find_member(token)) is not None:
             raise Refused(
-                f"{member.host} is a member already", fix="Join with a token, as another host"
+                f"{member.host} is already a member", fix="Join as another host with a token"
             )
         self._check_request(request)
         now_s = self.mesh.clock.wall()
@@ -81,21 +81,26 @@ class HostCalls(Actor):
     def _check_request(self, request: JoinHost) -> None:
         if not self.mesh.settings.joinable:
             raise Refused(
-                "this mesh is one host's", fix="Start it with `meshrl up --listen HOST` for several"
+                "this mesh has a single host",
+                fix="Start it with `meshrl up --listen HOST` for several hosts",
             )
         if not HOST_NAME_PATTERN.fullmatch(request.host) or not ADDRESS_PATTERN.fullmatch(
             request.address
         ):
-            raise Refused(f"{request.host!r:.60} at {request.address!r:.60} cannot be a host")
+            raise Refused(
+                f"invalid name {request.host!r:.60} or address {request.address!r:.60} of a host"
+            )
         if (
             request.host == self.mesh.settings.host
         ):  # before it is a member: the request would have the member's name
-            raise Refused(f"{request.host} is the head's own name", fix="Join from a new directory")
+            raise Refused(
+                f"{request.host} is the name of the head", fix="Join from a new directory"
+            )
         if not KEY_PATTERN.fullmatch(request.key):
-            raise Refused(f"{request.key!r:.60} is no public key of a host")
+            raise Refused(f"{request.key!r:.60} is not the public key of a host")
         if request.version != read_release():
             raise Refused(
-                f"this host has MeshRL {request.version:.40}, and the mesh {read_release()}",
+                f"this host has MeshRL {request.version:.40}, and the mesh has {read_release()}",
                 fix="Install the same version on both",
             )
 
@@ -157,7 +162,7 @@ class HostCalls(Actor):
     async def back(self, address: str) -> bool:
         """End the drain of a host that has returned."""
         if not ADDRESS_PATTERN.fullmatch(address):
-            raise Refused(f"{address!r:.60} is no address of a host")
+            raise Refused(f"{address!r:.60} is not the address of a host")
         told = await self._request_launcher(host_requests.RETURN, address=address)
         return bool(told["changed"])
 
@@ -191,7 +196,7 @@ class HostCalls(Actor):
         """
         known = self._tokens.find_member(caller_id.get())
         if known is None:
-            raise NotFound("this is the key of no host that has joined", fix="`meshrl join` does")
+            raise NotFound("no joined host has this key", fix="Run `meshrl join`")
         return known.host
 
 

@@ -55,7 +55,7 @@ class GatewayListener:
         try:
             header = unpack_header(frames[0])
             if len(frames) < 2:
-                raise BadMessage("a header without a body")
+                raise BadMessage("a message has a header but no body")
         except BadMessage:
             self._mesh.telemetry.count("bad_frames")
             return

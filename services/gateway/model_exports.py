@@ -55,7 +55,7 @@ class ModelExports:
         lock = self._locks.setdefault(row.run_dir, asyncio.Lock())
         async with lock:  # as long as the call may take
             if len(self._list_in_use(models)) >= MAX_EXPORTS:
-                raise Overloaded(f"{MAX_EXPORTS} versions of {row.id} are being fetched already")
+                raise Overloaded(f"{MAX_EXPORTS} versions of {row.id} are already being fetched")
             out = await self._run_export(row, request, models)
             self._touch(out)
             await host.run_blocking(
@@ -74,8 +74,8 @@ class ModelExports:
         path = (models / request.model / request.name).resolve()
         if not path.is_relative_to(models) or not path.is_file():
             raise NotFound(
-                f"{request.name!r:.300} is no file of that model",
-                fix="Fetch it again, if nothing of it was read for some minutes",
+                f"{request.name!r:.300} is not a file of that model",
+                fix="Export the model again: it is removed after some minutes without reads",
             )
         self._touch(Path(row.run_dir) / EXPORTS_DIRECTORY / path.relative_to(models).parts[0])
         read = self._mesh.host.run_blocking
@@ -106,7 +106,7 @@ class ModelExports:
             raise DeadlineExceeded(f"the model was not written within {EXPORT_TIMEOUT_S:g} s")
         said = log.read_text(errors="replace").strip().splitlines()
         if code != 0:
-            why = said[-1].removeprefix("error: ") if said else "nothing was written"
+            why = said[-1].removeprefix("error: ") if said else "the export printed no error"
             raise NotFound(why.replace(str(self._root), ""))
         return models / Path(said[-1]).name
 
@@ -140,8 +140,8 @@ async def run_versions_command(mesh: Mesh, row: JobRow, request: VersionsRequest
         or max(len(request.version), len(request.note)) > MAX_TEXT_CHARS
     ):
         raise Refused(
-            f"{request.action!r:.100} is nothing that a token can ask of versions",
-            fix=f"It can {', '.join(VERSION_ACTIONS)}",
+            f"a token may not request the action {request.action!r:.100} of versions",
+            fix=f"Use one of {', '.join(VERSION_ACTIONS)}",
         )
     command = [sys.executable, "-m", "meshrl.services.weights.versions", request.action]
     command += [f"--note={request.note}"] if request.note and request.action == "pin" else []
@@ -154,7 +154,7 @@ async def run_versions_command(mesh: Mesh, row: JobRow, request: VersionsRequest
     except DeadlineExceeded:
         raise
     except MeshError as unsaid:  # its text may contain paths of this host
-        raise MeshError("the versions could not be looked at", where=mesh.name) from unsaid
+        raise MeshError("the versions could not be read", where=mesh.name) from unsaid
     if error := found.get("error"):
         text = error["text"].replace(row.run_dir, row.id).replace(mesh.settings.run_root, "")
         raise from_wire(error["code"], text)

@@ -81,7 +81,7 @@ class Uploads:
         """
         found = self._open_uploads.get(upload_id)
         if found is None or found.token_id != token_id:
-            raise NotFound("there is no such upload: it was given up", fix="Submit the job again")
+            raise NotFound("there is no such upload: it has expired", fix="Submit the job again")
         return found
 
     @asynccontextmanager
@@ -94,11 +94,11 @@ class Uploads:
         mine = sum(upload.token_id == token_id for upload in self._open_uploads.values())
         if mine >= MAX_UPLOADS_PER_TOKEN or len(self._open_uploads) >= MAX_UPLOADS:
             raise Overloaded(
-                f"{max(mine, len(self._open_uploads))} jobs are being handed over already"
+                f"{max(mine, len(self._open_uploads))} jobs are already being uploaded"
             )
         checked = bundle_upload.validate_files(begin.files, begin.digest)
         if begin.parameters < 0:
-            raise Refused(f"a model does not have {begin.parameters} parameters")
+            raise Refused(f"a model cannot have {begin.parameters} parameters")
         config = parse_config(begin.document)
         bundle_upload.check_config_paths(config, checked)
         needed = sum(size for size, _ in checked.values())
@@ -106,8 +106,8 @@ class Uploads:
         free = self._host.measure_free_space(self._runs).disk_bytes
         if needed + arrives + MIN_FREE_BYTES > free:
             raise StorageFull(
-                f"the bundle has {needed} bytes, and the mesh's disk {free} left",
-                fix="Free some space there",
+                f"the bundle needs {needed} bytes, and the mesh's disk has {free} free",
+                fix="Free disk space on the head",
             )
         name = uuid.uuid4().hex
         directory = self._runs / f"{INCOMING_PREFIX}{name}"
@@ -128,9 +128,9 @@ class Uploads:
     async def write_piece(self, upload: Upload, name: str, offset: int, content: bytes) -> None:
         """Write a piece. Raise Refused outside of the file's size, or for an unlisted file."""
         if name not in upload.files:
-            raise Refused(f"{name!r:.300} is not in the bundle's list")
+            raise Refused(f"{name!r:.300} is not listed in the bundle")
         if upload.is_sealed:
-            raise Refused("all pieces were said to have arrived")
+            raise Refused("the upload is complete and accepts no more pieces")
         size, _ = upload.files[name]
         path = upload.bundle / name
         upload.pieces_in_progress += 1
@@ -140,14 +140,16 @@ class Uploads:
                 write, path, size, offset, content, deadline_s=IO_TIMEOUT_S
             )
         except OSError as error:
-            raise StorageFull(f"{name}: {error.strerror}", fix="Free some space there") from error
+            raise StorageFull(
+                f"{name}: {error.strerror}", fix="Free disk space on the head"
+            ) from error
         finally:
             upload.pieces_in_progress -= 1
 
     async def check_complete(self, upload: Upload) -> None:
         """Check that all bytes have arrived as packed; raise Refused otherwise."""
         if upload.pieces_in_progress or upload.is_sealed:
-            raise Refused("pieces of it are being written")
+            raise Refused("pieces of the upload are still being written")
         upload.is_sealed = True
         try:
             check = bundle_upload.check_complete
@@ -197,12 +199,15 @@ def parse_config(document: Any) -> JobConfig:
         return ConfigError(message, where=key, fix=fix)
 
     if not isinstance(document, dict):
-        raise Refused("a job is a table")
+        raise Refused("a job must be a table")
     config = JOB_SCHEMA.validate({k: v for k, v in document.items() if k != "bundle"}, fail)
     if config.out_url:
         raise Refused(
-            "`out` names a URL, which the mesh would write to with its owner's credentials",
-            fix="Leave it out; `meshrl export` brings the model. The mesh's owner may name one",
+            "`out` is a URL, to which the mesh would write with its owner's credentials",
+            fix=(
+                "Remove it, and fetch the model with `meshrl export`. Only the mesh's owner "
+                "may set a URL"
+            ),
         )
     # Paths of the client's host are meaningless here.
     cache = str(Path("~/.cache/meshrl").expanduser()) if config.cache else ""

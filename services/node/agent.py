@@ -220,14 +220,14 @@ class NodeAgent(Actor, SupervisorHooks):
             disk_left_bytes=load.disk_left_bytes,
             cores=load.cores,
             busy_cores=load.busy_cores,
-            trip_ms=distance.trip_ms,
-            ahead_ms=distance.ahead_ms,
+            redis_round_trip_ms=distance.redis_round_trip_ms,
+            clock_ahead_ms=distance.clock_ahead_ms,
             workers=len(self._supervisor.children),
             adopted=len(self._adopted),
             services=len(self.services.children),
             adopted_services=self.services.adopted_count,
-            takes=self._accepted_services,
-            tiers=self._host_isolation.tiers,
+            accepted_services=self._accepted_services,
+            isolation_tiers=self._host_isolation.tiers,
         )
 
     @cast(Node.notify_change)

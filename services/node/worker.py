@@ -69,17 +69,17 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
 
     def stats(self) -> WorkerStats:
         workers = self.gang.workers if self.gang is not None else ()
-        turns = self.slice_scheduler.stats()
+        slices = self.slice_scheduler.stats()
         return WorkerStats(
-            turns.turns,
-            turns.turns_killed,
-            turns.turn_of,
+            slices.granted_slices,
+            slices.killed_slices,
+            slices.slice_holders,
             worker=self._row.id,
             accelerator=self._row.accelerator,
             gang=self.gang.id if self.gang is not None else "",
             rank=workers.index(self._row.id) if self._row.id in workers else 0,
-            held_bytes=self._budgets.stats(),
-            residents=self.instances.stats(),
+            used_bytes=self._budgets.stats(),
+            instances=self.instances.stats(),
         )
 
     @cast(Worker.notify_change)

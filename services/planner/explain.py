@@ -63,26 +63,26 @@ def describe_decision(decision: Decision) -> str:
             return f"dissolve {gang}"
         case PlaceInstance(gang, r):
             role = "core" if r.core else r.role
-            turns = " by turns" if r.time_sliced else ""
+            turns = " in time slices" if r.time_sliced else ""
             return f"place {r.id}: {role} of {r.job} on {gang} in {r.tier}{turns}"
         case RemoveInstance(_, resident):
             return f"remove {resident}"
         case MarkWorkerLost(worker):
-            return f"lose {worker}"
+            return f"mark {worker} lost"
         case ReportHostPresence(host, back):
-            return f"{host} is back" if back else f"lose the host {host}"
+            return f"mark host {host} present" if back else f"mark host {host} lost"
         case SetBlockReason(job, held):
-            return f"hold {job}: {held}" if held else f"admit {job}"
+            return f"block {job}: {held}" if held else f"admit {job}"
         case FailJob(job, error):
             return f"fail {job}: {error}"
         case AssignServices(host, services):
-            return f"serve on {host}: {', '.join(services) or 'nothing'}"
+            return f"run services on {host}: {', '.join(services) or 'nothing'}"
         case FinishMove(move, undone):
             return f"move of {move.id} {'undone' if undone else 'complete'}"
         case RejectRequest(op, reason):
-            return f"decline {op}: {reason}" if reason else f"settle {op}"
+            return f"reject {op}: {reason}" if reason else f"accept {op}"
         case ReportMoveOutcome(job, details):
-            return f"judge the move of {job} at step {details['step']}"
+            return f"report the outcome of the move of {job} at step {details['step']}"
 
 
 def format_decisions(decisions: Iterable[Decision]) -> list[str]:
@@ -157,7 +157,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="prints documents, and the memory")
+    parser.add_argument("--json", action="store_true", help="print decisions and memory as JSON")
     a = parser.parse_args()
     try:
         asked = json.load(sys.stdin)
@@ -169,7 +169,10 @@ def main() -> int:
     if a.json:
         print(json.dumps({"decisions": encode_decisions(decisions), "memory": memory.encode()}))
     else:
-        print("\n".join(format_decisions(decisions)) or "nothing: all is as it should be")
+        print(
+            "\n".join(format_decisions(decisions))
+            or "no decisions: the pool is in its desired state"
+        )
         for line in format_predictions(memory):
             print(line)
         for line in list_unplaced_services(

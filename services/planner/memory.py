@@ -51,9 +51,9 @@ class PlannerMemory(PoolAbsences):
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise BadMessage(
-                f"what the planner remembers is of another version: {error}",
+                f"the planner's memory was written by another version: {error}",
                 where="Redis",
-                fix="Start the version that wrote it, or a mesh with an empty Redis",
+                fix="Start the version that wrote it, or start a mesh with an empty Redis",
             ) from error
 
     def reset_after_outage(self) -> PlannerMemory:

@@ -138,7 +138,9 @@ class Planner(Actor):
         )
         for one in refused:
             self.mesh.telemetry.log.info(
-                "decided on what has changed", decision=str(one.decision), reason=one.reason
+                "a decision was made on outdated state",
+                decision=str(one.decision),
+                reason=one.reason,
             )
         left_out = {id(one.decision) for one in refused}
         for decision in decisions:
@@ -160,7 +162,7 @@ class Planner(Actor):
         if not casts:
             return
         try:
-            async with self.mesh.clock.timeout(HINTS_TIMEOUT_S, "hints of what was decided"):
+            async with self.mesh.clock.timeout(HINTS_TIMEOUT_S, "sending hints of changes"):
                 told = await asyncio.gather(*casts, return_exceptions=True)
         except DeadlineExceeded as error:
             self.mesh.telemetry.log.info("hint", error=str(error))

@@ -51,7 +51,7 @@ class RolloutShard(Actor):
         self._background_tasks: set[asyncio.Task[Any]] = set()
 
     def stats(self) -> dict[str, Any]:
-        about = {"job": self.job, "rests": self.is_drained}
+        about = {"job": self.job, "safe_to_evict": self.is_drained, "rests": self.is_drained}
         return about | (self.shard_job.stats().encode() if self.shard_job else {})
 
     @property

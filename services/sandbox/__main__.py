@@ -56,18 +56,23 @@ async def main(
 if __name__ == "__main__":
     cores = host_limits.count_usable_cores()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--name", required=True, help="of a sandbox of the one job that it serves")
+    parser.add_argument("--name", required=True, help="name of the sandbox, which serves one job")
     parser.add_argument(
-        "--load", default="", help="digest of what it may load; none: what it is told"
+        "--load", default="", help="digest of the only job document that may be loaded; empty: any"
     )
-    parser.add_argument("--warm", type=int, default=2, help="processes started with a job")
     parser.add_argument(
-        "--most", type=int, default=max(4, cores), help="processes of a job when calls wait"
+        "--warm", type=int, default=2, help="processes started when a job is loaded"
+    )
+    parser.add_argument(
+        "--most",
+        type=int,
+        default=max(4, cores),
+        help="maximum of processes of a job while calls wait",
     )
     parser.add_argument(
         "--memory-mb", type=int, default=RLIMITS["AS"] >> 20, help="address space of each process"
     )
-    parser.add_argument("--jails", type=int, default=4 * cores, help="jails that run at a time")
+    parser.add_argument("--jails", type=int, default=4 * cores, help="maximum of concurrent jails")
     parser.add_argument("--orphan-s", type=float, default=0.0, help=ORPHAN_OPTION_HELP)
     args = parser.parse_args()
     run_service(

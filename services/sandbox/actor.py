@@ -107,7 +107,7 @@ class SandboxActor(Actor):
             busy=self._slots.busy,
             waiting=self._slots.waiting,
             sessions=sessions,
-            rests=not sessions and not self._no_retry_batches,
+            safe_to_evict=not sessions and not self._no_retry_batches,
             outcomes=dict(self._outcome_counts),
         )
 
@@ -132,13 +132,15 @@ class SandboxActor(Actor):
         """
         served = self._identity
         if served.job and m.job != served.job:
-            raise Refused(f"it serves job {served.job}, and not {m.job}", where=served.name)
+            raise Refused(f"the sandbox serves job {served.job}, not {m.job}", where=served.name)
         if served.load_digest and sandbox_request.compute_request_digest(m) != served.load_digest:
             raise Refused(
-                f"it was told to load of job {m.job} what the job's document does not say",
+                f"the request to load job {m.job} does not match the job's document",
                 where=served.name,
-                fix="Its document is what was submitted; a shard that says otherwise is none of "
-                "this mesh's code: see whose host it is on (`meshrl hosts`)",
+                fix=(
+                    "Check the host of the requesting shard (`meshrl hosts`): a shard of this "
+                    "mesh sends the submitted document"
+                ),
             )
         async with self._load_lock:
             job = self._job
@@ -183,14 +185,14 @@ class SandboxActor(Actor):
         found = await self._detect_tier(interpreter, log)
         if not tiers.is_sufficient(found.tier, demanded):
             raise Refused(
-                f"{', '.join(uses)} of job {m.job} run code that the model wrote, which takes "
+                f"{', '.join(uses)} of job {m.job} run code that the model wrote, which needs "
                 f"{tiers.TIER_DESCRIPTIONS[demanded]}; this host has {found.description}",
                 where=self._identity.name,
                 fix=found.fix,
             )
         if m.jail.root and found.tier == "landlock":
             raise Refused(
-                f"sandbox.root of job {m.job} takes bubblewrap: Landlock shows the host's files",
+                f"sandbox.root of job {m.job} needs bubblewrap: Landlock exposes the host's files",
                 where=self._identity.name,
                 fix=found.fix,
             )
@@ -260,7 +262,7 @@ class SandboxActor(Actor):
         job, where = self._job, self._identity.name
         for name in {asked.job for asked in calls}:
             if job is None or job.loaded.job != name:
-                fix = "call Sandbox.load_job, then again"
+                fix = "Call Sandbox.load_job, then retry"
                 raise NotFound(f"job {name} is not loaded", where=where, fix=fix)
         if job is None:
             raise NotFound("no job is loaded", where=where)

@@ -91,7 +91,7 @@ class JailedFunctions:
         use = self._tools[name]
         if not isinstance(argument, str) or len(argument) > SOURCE_BYTES:
             kind = builtin.TOOLS[use].argument
-            said = f"{name} takes {kind} as a text of at most {SOURCE_BYTES} characters"
+            said = f"{name} accepts {kind} as a text of at most {SOURCE_BYTES} characters"
             return CallResult(REFUSED, {"status": REFUSED, "output": f"[{REFUSED}: {said}]"}, said)
         limits = self._limits.lower(wall_s=deadline_s, cpu_s=deadline_s)
         try:
@@ -157,7 +157,7 @@ class LoadedJob:
         """Return the weighted sum of the parts if all are scores; else the first that is none."""
         parts = self.loaded.rewards
         if not parts:
-            missing = f"job {self.loaded.job} has no reward; it has none at all"
+            missing = f"job {self.loaded.job} has no reward"
             return [CallResult(RAISED, None, missing) for _ in calls]
         by_part = await asyncio.gather(*(self._score_part(i, calls) for i in range(len(parts))))
         weights = [part.weight for part in parts]
@@ -184,9 +184,10 @@ class LoadedJob:
             answers.update(zip(places, ran, strict=True))
 
         await asyncio.gather(*map(by, self.pools))
-        known = ", ".join(sorted(self.loaded.tools)) or "nothing"
+        known = ", ".join(sorted(self.loaded.tools)) or "none"
         return [
-            answers.get(i) or CallResult(RAISED, None, f"no tool {format_name(call.name)}; {known}")
+            answers.get(i)
+            or CallResult(RAISED, None, f"there is no tool {format_name(call.name)}; {known}")
             for i, call in enumerate(work)
         ]
 

@@ -25,9 +25,9 @@ from meshrl.services.sandbox.jail.guests import guest
 
 MAX_REMEMBERED = 4096  # evicted sessions whose next call reports it
 SEND_S = 30.0
-WROTE_TO_CHANNEL = "its code wrote where the interpreter answers"
-CLOSED_CHANNEL = "its code closed where the interpreter answers"
-SESSION_LOST = "the session has ended; what it held is gone, and the next call begins a new one"
+WROTE_TO_CHANNEL = "its code wrote to the interpreter's channel"
+CLOSED_CHANNEL = "its code closed the interpreter's channel"
+SESSION_LOST = "the session has ended and its state is lost; the next call starts a new one"
 
 
 class _ChannelCorrupted(Exception):
@@ -97,7 +97,9 @@ class Sessions:
         if session is None:
             idle = [other for other, known in self._open.items() if not known.pending_calls]
             if len(self._open) >= self._max_sessions and idle:
-                why = f"{self._max_sessions} sessions were open, this one unused for longest"
+                why = (
+                    f"{self._max_sessions} sessions were open, and this one was unused for longest"
+                )
                 self._evict(idle[0], why)
             if len(self._open) >= self._max_sessions:
                 return ProgramResult(
@@ -126,7 +128,9 @@ class Sessions:
                 self._reported_lost.pop(name, None)
         jail = session.jail
         if jail is None or session.is_closed:
-            return ProgramResult(CRASHED, error=f"it was ended meanwhile: {SESSION_LOST}")
+            return ProgramResult(
+                CRASHED, error=f"the session ended before the call: {SESSION_LOST}"
+            )
         session.last_used_s = self._idle_clock.monotonic()
         self._open.move_to_end(name)
         try:
@@ -151,7 +155,7 @@ class Sessions:
         self._mark_reported(name)
         ran = await jail.finish()
         status = CRASHED if ran.status == OK else ran.status
-        error = f"{ran.error or 'the interpreter has ended'}: {SESSION_LOST}"
+        error = f"{ran.error or 'the interpreter has exited'}: {SESSION_LOST}"
         return ProgramResult(
             status, ran.stdout, ran.stderr, ran.exit_code, ran.cpu_s, ran.wall_s, error
         )
@@ -221,7 +225,7 @@ class Sessions:
         oldest = self._idle_clock.monotonic() - self._idle_timeout_s
         for name, session in list(self._open.items()):
             if session.last_used_s < oldest and not session.pending_calls:
-                self._evict(name, f"idle for over {self._idle_timeout_s:g} s")
+                self._evict(name, f"idle for more than {self._idle_timeout_s:g} s")
 
     def _evict(self, name: str, why: str) -> None:
         self._open.pop(name).close()

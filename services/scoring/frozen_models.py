@@ -112,7 +112,9 @@ class FrozenModels(StatelessSleeper, Actor):
     async def sleep(self, save: SaveTensors) -> None:
         """Release the models between two batches; `wake` loads them again from their source."""
         if not self._loaded_event.is_set():
-            raise Refused("it is loading", where=self.mesh.name, fix="wait until it has")
+            raise Refused(
+                "the models are loading", where=self.mesh.name, fix="Wait until they are loaded"
+            )
         self._loaded_event.clear()
 
         def let_go() -> None:
@@ -140,7 +142,7 @@ class FrozenModels(StatelessSleeper, Actor):
         await self._wait_until_loaded()
         unknown = [role for role in batch.roles if role not in self._models]
         if unknown:
-            raise Refused(f"the job has no model as {unknown[0]}", where=self.mesh.name)
+            raise Refused(f"the job has no model for the role {unknown[0]}", where=self.mesh.name)
         sequences = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
 
         def compute() -> list[RoleLogprobs]:
@@ -158,27 +160,27 @@ class FrozenModels(StatelessSleeper, Actor):
         await self._wait_until_loaded()
         model = self._models.get("reward")
         if model is None or model.tokenizer is None:
-            raise Refused("the job has no model that judges", where=self.mesh.name)
+            raise Refused("the job has no reward model that can judge", where=self.mesh.name)
         found = await self._run_in_slice(lambda: judge_texts(model, batch))
         self.num_sequences += 2 * len(batch.texts)
         return found
 
     async def _wait_until_loaded(self) -> None:
-        async with self.mesh.clock.timeout(LOAD_WAIT_S, "the frozen models to be loaded"):
+        async with self.mesh.clock.timeout(LOAD_WAIT_S, "loading the frozen models"):
             await self._loaded_event.wait()
         self._check_not_draining()
 
     def _check_not_draining(self) -> None:
         if self.draining:
             raise ServiceUnavailable(
-                "the process is ending", where=self.mesh.name, fix="ask its successor"
+                "the process is shutting down", where=self.mesh.name, fix="Call its successor"
             )
 
     async def _run_in_slice(self, work: Callable[[], T]) -> T:
         def watched() -> T:
             self._check_not_draining()  # the batch may have waited for its turn
             if not self._models:
-                raise ServiceUnavailable("the models sleep", where=self.mesh.name, fix="ask again")
+                raise ServiceUnavailable("the models sleep", where=self.mesh.name, fix="Retry")
             started = self.mesh.clock.monotonic()
             try:
                 return work()

@@ -81,7 +81,7 @@ async def run_scoring(placement: Placement) -> None:
         raise
     finally:
         await mesh.leave()
-    mesh.host.exit(BROKEN_EXIT_STATUS, f"{mesh.name} starts again: {failure!r}", failure)
+    mesh.host.exit(BROKEN_EXIT_STATUS, f"{mesh.name} restarts: {failure!r}", failure)
 
 
 async def load_frozen_models(mesh: Mesh, data: JobData) -> dict[str, FrozenModel]:
@@ -113,9 +113,9 @@ async def _load_initial_model(mesh: Mesh, data: JobData, config: FrozenModelConf
         image = await WeightReceiver(mesh, BulkClient(mesh)).receive(manifest)
     except (CorruptData, NotFound) as error:
         raise ConfigError(
-            f"the weights of version 0, which are the reference, are damaged: {error.message}",
+            f"the weights of version 0, which are the reference, are corrupt: {error.message}",
             where=error.where,
-            fix="Put the file back from a copy of the run, and resume; or start over",
+            fix="Restore the file from a copy of the run and resume, or start a new run",
         ) from error
     model = load_model_config(data)
 
@@ -138,9 +138,10 @@ def _load_bundled_model(data: JobData, role: str) -> FrozenModel:
         hf = with_tokenizer(hf, data.tokenizer_file)
         if hf.vocab_size < (wanted := load_model_config(data).token_id_end):
             raise ConfigError(
-                f"models.{role} has rows for {hf.vocab_size} ids, and the job's tokenizer {wanted}",
+                f"models.{role} has rows for {hf.vocab_size} ids, and the job's tokenizer has "
+                f"{wanted}",
                 where=str(place),
-                fix="take one of the same tokenizer",
+                fix="Choose a model with the same tokenizer",
             )
     engine = _build_engine(hf, data, config)
     _, model = load_model(place)

@@ -35,8 +35,8 @@ def check_replaceable(out: Path) -> None:
         return
     if not out.is_dir() or any(out.iterdir()):
         raise Refused(
-            f"{out} was not written by an export: it has no {EXPORT_MARKER}",
-            fix="name another --out, or move it away",
+            f"{out} is not the directory of an export: it has no {EXPORT_MARKER}",
+            fix="Name another --out, or move the directory away",
         )
 
 
@@ -56,8 +56,8 @@ def scratch_directory(scratch: Path, out: Path | None = None) -> Iterator[Path]:
         marker = scratch / EXPORT_MARKER
         if marker.is_file() and marker.stat().st_size:
             raise Refused(
-                f"{scratch} is an export, and the place where another one is made",
-                fix="Move it away, or name another place for that one",
+                f"{scratch} is an export, and the scratch directory of another export",
+                fix="Move it away, or name another --out for the new export",
             )
         try:
             marker.touch()
@@ -110,8 +110,8 @@ def _lock_scratch(scratch: Path) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise Refused(
-                f"another process writes {scratch}",
-                fix="Wait until it is done, or name another place",
+                f"another process writes to {scratch}",
+                fix="Wait until it has finished, or name another --out",
             ) from None
         except FileNotFoundError:
             pass
@@ -153,13 +153,13 @@ def check_import(directory: Path, run: Path) -> None:
     if not directory.is_dir():
         file = directory.exists()
         raise NotFound(
-            f"{directory} is no directory" if file else f"there is no directory {directory}",
+            f"{directory} is not a directory" if file else f"there is no directory {directory}",
             fix="Name a Hugging Face directory",
         )
     if (directory / "job.json").is_file():
         raise Refused(
-            f"{directory} is a run already",
-            fix="Name a Hugging Face directory, as its `model` is one",
+            f"{directory} is a run",
+            fix="Name a Hugging Face directory, such as the run's `model`",
         )
     if not (directory / TOKENIZER_FILE).is_file():
         raise ConfigError(
@@ -169,10 +169,10 @@ def check_import(directory: Path, run: Path) -> None:
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{directory} has no {CONFIG_FILE}",
-            fix="Name a directory as `save_pretrained` writes one; of adapters, the merged model's",
+            fix="Name a directory that `save_pretrained` has written; merge adapters first",
         )
     if run.exists():
-        raise Refused(f"{run} is there already", fix="Name another --out")
+        raise Refused(f"{run} exists already", fix="Name another --out")
 
 
 def check_export_target(out: str) -> None:
@@ -184,13 +184,16 @@ def check_export_target(out: str) -> None:
     """
     if not is_url(out):
         if not Path(out).resolve().name:
-            raise ConfigError(f"{out} takes no model", fix="Name a directory of its own: --out DIR")
+            raise ConfigError(
+                f"{out} is the root directory, and cannot become a model",
+                fix="Name a new directory: --out DIR",
+            )
         check_replaceable(Path(out))
     elif out.startswith("memory://"):
         raise ConfigError(
-            f"{redact_url(out)} ends with the process that writes there",
+            f"{redact_url(out)} exists only in the memory of the process that writes it",
             where="--out",
-            fix="Take s3://BUCKET/PATH, gs://, file:///DIRECTORY, ...",
+            fix="Use s3://BUCKET/PATH, gs://, file:///DIRECTORY, ...",
         )
 
 
@@ -200,18 +203,18 @@ def convert_os_error(error: OSError) -> MeshError:
     where = str(error.filename2 or error.filename or "")
     if error.errno in DISK_FULL_ERRNOS:
         return StorageFull(
-            f"there is no room: {why}",
+            f"the disk is full: {why}",
             where=where,
-            fix="Free some, or name a place on another disk; nothing is left there half",
+            fix="Free disk space, or name a path on another disk; no partial result remains",
         )
     if error.errno in _DENIED_ERRNOS:
         return Refused(
-            f"this user may not do so: {why}",
+            f"this user lacks the permission: {why}",
             where=where,
-            fix="Name a place that you may write to, or ask whose it is",
+            fix="Name a path that you may write to, or ask its owner",
         )
     return MeshError(
         f"a file or directory cannot be read or written: {why}",
         where=where,
-        fix="See that the path is what you mean, and that its disk answers",
+        fix="Check the path, and that its disk responds",
     )

@@ -171,7 +171,7 @@ class DeltaRegistry:
             if chunks or not more or now >= until:
                 return DeltaBatch(chunks, more)
             with suppress(DeadlineExceeded):
-                async with self._mesh.clock.timeout(until - now, "deltas to a version"):
+                async with self._mesh.clock.timeout(until - now, "waiting for deltas to a version"):
                     await found.wakeup.wait()
         return DeltaBatch()
 
@@ -242,10 +242,10 @@ class DeltaActor(Actor):
         """
         if not 0 <= request.part < request.parts <= MAX_PARTS or request.anchor_interval < 0:
             raise BadMessage(
-                f"part {request.part} of {request.parts} of a delta, anchors each "
-                f"{request.anchor_interval}: at most {MAX_PARTS} parts are counted, from 0 on",
+                f"invalid delta: part {request.part}, {request.parts} parts, anchor interval "
+                f"{request.anchor_interval}; at most {MAX_PARTS} parts are numbered from 0",
                 where=self.mesh.name,
-                fix="Use the same MeshRL everywhere",
+                fix="Use the same version of MeshRL on all hosts",
             )
         known = any(record.job == request.job and record.versions for record in self.job_records)
         return DeltaBases(self.delta_registry.begin_deltas(request) if known else [])

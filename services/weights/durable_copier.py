@@ -257,9 +257,10 @@ class DurableCopier:
             seen = self.bytes
             await self._mesh.clock.sleep(STALL_WARNING_S)
         error = MeshError(
-            f"nothing has been copied in {STALL_WARNING_S / 60:g} minutes, and no error has come",
+            f"no byte has been copied for {STALL_WARNING_S / 60:g} minutes, and no error was "
+            "raised",
             where=redact_url(self._copy_record.url if self._copy_record else ""),
-            fix="See that the URL answers from this host, and how long a large file takes to it",
+            fix="Check that this host reaches the URL, and measure how long a large file takes",
         )
         if str(error) != self.trouble:
             await self._report_error(error, "durable_failed", {"error": str(error)})

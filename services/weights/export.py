@@ -61,19 +61,23 @@ def select_version(run: Path, step: int | None = None, want_best: bool = False) 
     if want_best:
         judged = read_best_version(run)
         if judged is None:
-            fix = "name the figure to judge by in evaluation.best"
+            fix = "Set evaluation.best to the figure that ranks versions"
             raise NotFound(f"{run} has no best version", fix=fix)
         return StoredVersion(judged.version, judged.manifest_digest)
     if not stored:
-        raise NotFound(f"{run} has no version", fix="the run ended before version 0")
+        raise NotFound(
+            f"{run} has no version", fix="Start the run again: it ended before version 0"
+        )
     if step is None:
         return stored[-1]
     if found := [version for version in stored if version.step == step]:
         return found[0]
     raise NotFound(
-        f"{run} does not hold the weights of step {step}",
-        fix=f"it holds those of {', '.join(str(version.step) for version in stored)}; "
-        "training.keep_checkpoints and training.checkpoint_every say which are kept",
+        f"{run} does not have the weights of step {step}",
+        fix=(
+            f"Choose one of {', '.join(str(version.step) for version in stored)}; "
+            "training.keep_checkpoints and training.checkpoint_every set which are kept"
+        ),
     )
 
 
@@ -89,7 +93,7 @@ def write_model_files(data: JobData, version: StoredVersion, out: Path, final_pa
         checkpoint = _find_valid_checkpoint(version, read_checkpoints(data.run_dir))
         if checkpoint is None:
             raise
-        print(f"{error}; the model is copied from {checkpoint}", file=sys.stderr)
+        print(f"{error}; copying the model from {checkpoint} instead", file=sys.stderr)
         other = {checkpoint: [STATE_FOLDER]}  # the training state is no part of a model
         shutil.copytree(
             checkpoint, out, ignore=lambda at, _: other.get(Path(at), []), dirs_exist_ok=True

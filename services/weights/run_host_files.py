@@ -52,7 +52,7 @@ class TaskProgress:
         block.
         """
         if self.is_abandoned:
-            raise Refused("it was given up")
+            raise Refused("the operation was cancelled")
         self.moved_bytes += size_bytes
 
 
@@ -109,9 +109,10 @@ class SharedTasks:
                     seen, since = progress.moved_bytes, clock.monotonic()
                 elif not running.done() and clock.monotonic() - since >= self._stall_s:
                     raise MeshError(
-                        f"no byte of {description} has moved for {self._stall_s:g} s, after {seen}",
+                        f"{description} has made no progress for {self._stall_s:g} s, after "
+                        f"{seen} bytes",
                         where=self._mesh.name,
-                        fix="See whether the disk there answers",
+                        fix="Check whether the disk of the run host responds",
                     )
             return running.result()
         finally:
@@ -141,7 +142,7 @@ def assemble_checkpoint(
         chunks.assemble(files, scratch, on_progress)
         install_checkpoint(scratch, directory, on_progress=on_progress)
     except NotFound as error:
-        raise Refused(error.message, where=error.where, fix="put the files first") from error
+        raise Refused(error.message, where=error.where, fix="Put the files first") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -112,7 +112,7 @@ class WeightStore(DeltaActor):
 
     async def start(self) -> None:
         for lost in await self.job_records.load():
-            then = "made again from Redis and the checkpoints; until then nothing is swept"
+            then = "rebuilt from Redis and the checkpoints; until then no chunk is removed"
             told = corruption.make_event_fields(
                 "versions",
                 lost.path,
@@ -171,9 +171,9 @@ class WeightStore(DeltaActor):
         if other := record.find_conflict(number, digest):  # free space would not resolve a conflict
             raise AlreadyCommitted(
                 f"version {number.version} of lineage {number.lineage} of {manifest.job} is "
-                f"committed as {other}, and {digest} is offered for it",
+                f"already committed as {other}, and was offered again as {digest}",
                 where=self.mesh.name,
-                fix="Redis may be older than it was: `meshrl resume RUN` opens a new lineage",
+                fix="Run `meshrl resume RUN`, which opens a new lineage: Redis may have lost state",
             )
         if (
             row is not None and digest not in record.versions
@@ -188,7 +188,7 @@ class WeightStore(DeltaActor):
             raise Refused(
                 f"version {manifest.version}: chunk {missing[0]} is not stored",
                 where=self.mesh.name,
-                fix="put the chunks before the manifest",
+                fix="Put the chunks before the manifest",
             )
 
     @call(Weights.fetch_manifest)
@@ -219,7 +219,9 @@ class WeightStore(DeltaActor):
     async def verify_chunk(self, request: ChunkVerification) -> bool:
         """Verify a chunk; a corrupt one is quarantined, so that its writer writes it again."""
         if request.space not in SPACES or request.kind not in RECOVERY_BY_KIND:
-            raise BadMessage(f"no chunks of {request.kind!r:.40} in {request.space!r:.40}")
+            raise BadMessage(
+                f"unknown kind {request.kind!r:.40} or space {request.space!r:.40} of chunks"
+            )
         chunks = self.chunks.open_space(request.space)
         return await self._verify_chunk(chunks, request.digest, request.kind, request.job)
 
@@ -338,8 +340,8 @@ class WeightStore(DeltaActor):
         row = await jobs.read_job(self.mesh.state, request.job)
 
         def report_missing(path: Path, aside: Path) -> None:
-            then = "what is left of it is set aside; the other kept ones are there"
-            why = "it is missing"
+            then = "its remaining files are quarantined; other checkpoints are available"
+            why = "its manifest is missing"
             self._pending_events.add(
                 corruption.make_event_fields(
                     "checkpoint", path, why, then, job=request.job, quarantined_path=aside
@@ -395,7 +397,7 @@ class WeightStore(DeltaActor):
         if not await self._shared_tasks.join(
             (*key, request.op_id), keep, f"{request.file} of {row.id}"
         ):
-            raise DeadlineExceeded("the disk takes no lines", where=row.run_dir)
+            raise DeadlineExceeded("the disk does not accept lines in time", where=row.run_dir)
 
     async def _run_on_run_host(self, work: Callable[..., T], *args: Any) -> T:
         return await self.mesh.host.run_blocking(work, *args, deadline_s=RUN_HOST_TIMEOUT_S)
@@ -410,5 +412,5 @@ class WeightStore(DeltaActor):
 def _checkpoint_path(row: jobs.JobRow, name: str) -> Path:
     """Return the path of a checkpoint's manifest. BadMessage: invalid name."""
     if not NAME_PATTERN.fullmatch(name):
-        raise BadMessage(f"{name!r:.80} is no name of a checkpoint")
+        raise BadMessage(f"{name!r:.80} is not a valid checkpoint name")
     return Path(row.run_dir) / "checkpoints" / f"{name}.json"

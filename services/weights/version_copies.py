@@ -160,7 +160,7 @@ class VersionCopier:
         if str(error) in known:
             return
         log = self._mesh.telemetry.log
-        log.error("a version is not copied", job=row.id, version=name, error=str(error))
+        log.error("a version could not be copied", job=row.id, version=name, error=str(error))
         told = {"job": row.id, "version": name, "manifest": manifest, "error": str(error)}
         told |= {"url": redact_url(target_url)}
         await append_event_with_retry(self._mesh, "version_copy_failed", told)
@@ -192,13 +192,13 @@ def parse_outcomes(
     if untold := [manifest for manifest in manifests if manifest not in found]:
         found[untold[0]] = (
             MeshError(
-                f"the process that copies has ended: {lines[-1] if lines else 'without a word'}",
-                fix="It is tried again; see whether this host's memory is enough",
+                f"the copying process has exited: {lines[-1] if lines else 'it printed nothing'}",
+                fix="Check whether this host has enough memory; the copy is retried",
             )
             if has_exited
             else DeadlineExceeded(
-                f"it was not copied within {COPY_TIMEOUT_S:g} s",
-                fix="See whether the place answers",
+                f"the version was not copied within {COPY_TIMEOUT_S:g} s",
+                fix="Check whether the target is reachable",
             )
         )
     return found

@@ -124,7 +124,7 @@ MESH = Dashboard(
                 graph(
                     "Planner",
                     "Time of a mesh snapshot, of a decision, and of writing it.",
-                    ("snapshot", 'max(meshrl_look_ms{kind="planner"})'),
+                    ("snapshot", 'max(meshrl_snapshot_ms{kind="planner"})'),
                     ("decide", 'max(meshrl_decide_ms{kind="planner"})'),
                     ("write", 'max(meshrl_write_ms{kind="planner"})'),
                     unit="ms",
@@ -155,13 +155,13 @@ MESH = Dashboard(
                 graph(
                     "Round trip to Redis",
                     "Measured at each host.",
-                    ("{{service}}", "meshrl_trip_ms"),
+                    ("{{service}}", "meshrl_redis_round_trip_ms"),
                     unit="ms",
                 ),
                 graph(
                     "Clock",
                     "Offset of each host's clock; positive: ahead of Redis' host.",
-                    ("{{service}}", "meshrl_ahead_ms"),
+                    ("{{service}}", "meshrl_clock_ahead_ms"),
                     unit="ms",
                 ),
             ),

@@ -101,12 +101,14 @@ def _build_host_row(
         instances=residents,
         processes=processes,
         services=services,
-        accepted_services=list(ALL_SERVICES if said.takes is None else said.takes),
-        isolation_tiers=None if said.tiers is None else list(said.tiers),
+        accepted_services=list(
+            ALL_SERVICES if said.accepted_services is None else said.accepted_services
+        ),
+        isolation_tiers=None if said.isolation_tiers is None else list(said.isolation_tiers),
         planner=joined.planner_name if joined is not None else "",
         drain_reason=draining,
-        redis_round_trip_ms=stats.trip_ms,
-        clock_offset_ms=stats.ahead_ms,
+        redis_round_trip_ms=stats.redis_round_trip_ms,
+        clock_offset_ms=stats.clock_ahead_ms,
         cores=stats.cores,
         busy_cores=stats.busy_cores,
     )

@@ -14,8 +14,8 @@ SOURCES = ("memory", "disk", "peers", "engines")  # of loaded tokens, in the ord
 def extract_figures(stats: Mapping[str, Any]) -> dict[str, float]:
     """Return an engine's published prefix figures by name; nothing if it has loaded nothing."""
     kv = stats.get("kv") or {}
-    found = {f"{tier}_tokens": float(n) for tier, n in kv.get("loaded", {}).items()}
-    found["again_tokens"] = float(kv.get("again", 0))
+    found = {f"{tier}_tokens": float(n) for tier, n in kv.get("loaded_tokens", {}).items()}
+    found["again_tokens"] = float(kv.get("recomputed_tokens", 0))
     found["bytes_in"] = float(sum(kv.get("bytes_in", {}).values()))
     found["bytes_out"] = float(sum(kv.get("bytes_out", {}).values()))
     found["saved_s"] = float(kv.get("saved_s", 0.0))
@@ -38,7 +38,7 @@ def sum_engine_figures(entries: Iterable[RegistryEntry]) -> dict[str, float]:
 def find_offload_error(entries: Iterable[RegistryEntry]) -> str:
     """Return why an engine cannot offload keys and values; empty if it can."""
     for entry in entries:
-        for why in (entry.stats.get("kv") or {}).get("refused", []):
+        for why in (entry.stats.get("kv") or {}).get("rejection_reasons", []):
             return f"{entry.name} cannot offload keys and values: {why}"
     return ""
 

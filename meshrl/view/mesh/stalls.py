@@ -257,7 +257,7 @@ class _WaitGraph:
         """
         on = str(wait["on"])
         if wait["what"] == ACQUIRE_SLICE and on in self.entries and not self.explain_unwell(on):
-            holders = WorkerStats.decode(self.entries[on].stats).turn_of
+            holders = WorkerStats.decode(self.entries[on].stats).slice_holders
             found = (self._instances.get(holder) for holder in holders)
             names = [role_process_name(resident) for resident in found if resident is not None]
             return next((name for name in names if name != waiter), on)

@@ -76,7 +76,7 @@ class JobUsage:
         measured: dict[str, float] = {}
         by_turns = {resident.id for _, resident in mesh.find_instances(job) if resident.time_sliced}
         for entry in mesh.entries:
-            resident = str(entry.stats.get("resident", ""))
+            resident = str(entry.stats.get("instance", ""))
             if entry.alive and resident in by_turns and "turn_held_s" in entry.stats:
                 measured[resident] = float(entry.stats["turn_held_s"])
                 before = self._turns.get(entry.incarnation, 0.0 if self._has else None)

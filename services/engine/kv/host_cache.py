@@ -348,15 +348,15 @@ class HostCache:
             self.recomputed_tokens += max(0, load.num_available - load.num_skipped)
         troubles = [*(shelf.last_error for shelf in self._tiers), self.writer.last_error]
         return KVStats(
-            again=self.recomputed_tokens,
-            loaded=dict(self.loaded_tokens),
+            recomputed_tokens=self.recomputed_tokens,
+            loaded_tokens=dict(self.loaded_tokens),
             bytes_in=dict(self.loaded_bytes),
             bytes_out=dict(self.writer.written_bytes),
-            sought=self.requested_tokens,
-            not_kept=self.writer.dropped_chunks,
+            lookup_tokens=self.requested_tokens,
+            dropped_chunks=self.writer.dropped_chunks,
             saved_s=round(self.saved_s, 3),
-            used={shelf.name: shelf.used_bytes for shelf in self._tiers},
-            refused=[trouble for trouble in troubles if trouble],
+            used_bytes={shelf.name: shelf.used_bytes for shelf in self._tiers},
+            rejection_reasons=[trouble for trouble in troubles if trouble],
         )
 
 

@@ -76,7 +76,10 @@ async def _request_turn(client: httpx.AsyncClient, body: dict[str, Any], trace: 
     if trace.stop_condition is not None:
         return []
     if response.is_error:
-        raise RuntimeError(f"no turn of the model: {response.status_code} {response.text[:500]}")
+        raise RuntimeError(
+            f"the request for a turn of the model failed: {response.status_code} "
+            f"{response.text[:500]}"
+        )
     message = response.json()["choices"][0]["message"]
     body["messages"].append(message)
     return list(message.get("tool_calls") or [])

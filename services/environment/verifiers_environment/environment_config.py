@@ -43,8 +43,8 @@ def build_environment(taskset: str, options: dict[str, Any]) -> Env:
     for name, _ in _iter_agents(kind):
         if not runtime_is_local(getattr(env.config, name).runtime):
             raise ConfigError(
-                f"agent {name!r} would run away from this host, where it cannot reach the engines",
-                fix="set its runtime.type to subprocess, docker or podman",
+                f"agent {name!r} would run on another host, which cannot reach the engines",
+                fix="Set its runtime.type to subprocess, docker or podman",
             )
     return env
 
@@ -61,7 +61,7 @@ def iter_task_rows(env: Env, max_rows: int) -> Iterator[dict[str, Any]]:
     if max_rows:
         tasks = tasks.take(max_rows)
     elif not tasks.bounded:
-        raise ConfigError("the taskset has no end", fix="set dataset.tasks")
+        raise ConfigError("the taskset is unbounded", fix="Set dataset.tasks")
     for task in tasks:
         yield task.data.model_dump(mode="json", exclude_none=True)
 

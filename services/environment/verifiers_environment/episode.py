@@ -74,7 +74,7 @@ class Episode:
         self._task = asyncio.create_task(self._run_episode(task))
         action, value = await self._wait_for_action()
         if action != "append":
-            raise RolloutFailed("the environment ended without asking the model")
+            raise RolloutFailed("the environment ended without a request to the model")
         return list(value)
 
     async def step(self, ids: list[int]) -> Action:
@@ -88,7 +88,7 @@ class Episode:
         self._answer_request(ids)
         action, value = await self._wait_for_action()
         if action != "done":
-            raise RolloutFailed("the environment went on after its trajectory was cut")
+            raise RolloutFailed("the environment continued after its trajectory was truncated")
         return float(value)
 
     async def close(self) -> None:
@@ -99,7 +99,7 @@ class Episode:
 
     def _answer_request(self, ids: list[int]) -> None:
         if self._sampled_ids is None or self._sampled_ids.done():
-            raise UnsupportedRollout("the environment did not ask for a turn")
+            raise UnsupportedRollout("the environment did not request a turn")
         self._requested_ids = asyncio.get_running_loop().create_future()
         self._sampled_ids.set_result(ids)
 
@@ -129,13 +129,13 @@ class Episode:
             raise self._unsupported
         if not episode.ok:
             errors = [*episode.errors, *(e for t in episode.traces for e in t.errors)]
-            told = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was told"
+            told = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was reported"
             raise RolloutFailed(f"the episode failed: {told}")
         if episode.is_timeout or any(t.is_timeout for t in episode.traces):
             # An expired stage is no error there, and leaves a reward of 0 that no scorer gave.
             raise RolloutFailed(
-                "a stage of the episode timed out, so its reward means nothing",
-                fix="make it finish, or raise the timeout of the task or the agent",
+                "a stage of the episode timed out, so its reward is invalid",
+                fix="Make it finish, or raise the timeout of the task or the agent",
             )
         ours = [t for t in episode.traces if t.agent.trainable and t.num_turns] or episode.traces
         try:
@@ -173,10 +173,10 @@ class Episode:
         if not isinstance(dialect, ChatDialect):
             raise UnsupportedRollout(
                 f"requests of {type(dialect).__name__} have no chat template",
-                fix="use a harness that speaks chat completions",
+                fix="Use a harness with chat completions",
             )
         if self._sampled_ids is not None and not self._sampled_ids.done():
-            raise UnsupportedRollout("the environment asks for two turns at once")
+            raise UnsupportedRollout("the environment requests two turns at once")
         if self._conversation is None:
             messages = [_message_to_wire(m) for m in turn.prompt]
             texts = (str(m.get("content") or "") for m in messages)
@@ -193,8 +193,11 @@ class Episode:
         before = turn.previous_renderer_token_ids()
         if before is None or before[0] + before[1] != self._conversation.ids:
             raise UnsupportedRollout(
-                "the environment's request does not begin with what was said so far",
-                fix="append to the conversation: no compaction, no second agent, no edited turns",
+                "the environment's request does not begin with the conversation so far",
+                fix=(
+                    "Only append to the conversation: no compaction, no second agent, no "
+                    "edited turns"
+                ),
             )
         return self._conversation.append_messages([_message_to_wire(m) for m in turn.tail])
 
@@ -226,7 +229,7 @@ def _message_to_wire(message: Any) -> dict[str, Any]:
     if not isinstance(wire.get("content"), str | None):
         parts = wire["content"]
         if any(part.get("type") != "text" for part in parts):
-            raise UnsupportedRollout("the environment shows the model something that is no text")
+            raise UnsupportedRollout("the environment sends the model content other than text")
         wire["content"] = "".join(part["text"] for part in parts)
     return wire
 

@@ -104,7 +104,7 @@ class Episodes:
     async def run_operation(self, key: int, operation: str, argument: Any) -> tuple[str, Any]:
         """Run one operation; an exception of the environment becomes the status `raised`."""
         if key not in self._episodes and operation in ("step", "cut"):
-            return "unknown", f"trajectory {key} has no environment here"
+            return "unknown", f"this process has no environment of trajectory {key}"
         try:
             answer = await getattr(self, "_" + operation)(key, argument)
             check_packable(answer)  # an unencodable value is the environment's error
@@ -137,8 +137,8 @@ class Episodes:
             await self._episodes[key].step(ids)
         if logged and self._episodes[key].ids[: len(logged[0])] != logged[0]:
             raise RolloutFailed(
-                "the environment does not repeat itself: its turns differ from those logged",
-                fix="make it depend on its task alone, or run it where nothing is lost",
+                "the environment is not reproducible: its turns differ from the logged ones",
+                fix="Make it depend only on its task, or run it where no process is lost",
             )
 
     async def _close(self, key: int, _: Any) -> None:
@@ -174,7 +174,7 @@ async def serve_channel(env: Env, chat: ChatFormat, tokenizer: Tokenizer) -> Non
             while True:
                 length = int.from_bytes(await reader.readexactly(4), "little")
                 if length > MAX_FRAME_BYTES:
-                    raise ValueError(f"a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
+                    raise ValueError(f"a frame has {length} bytes; the limit is {MAX_FRAME_BYTES}")
                 for operation in msgpack.unpackb(await reader.readexactly(length), raw=False):
                     task = asyncio.create_task(answer(*operation))
                     tasks.add(task)
@@ -191,8 +191,10 @@ def main() -> None:
     parser.add_argument("--chat", default="")
     parser.add_argument("--chat-options", type=json.loads, default={})
     parser.add_argument("--chat-template", type=json.loads, default={})
-    parser.add_argument("--rows", type=Path, help="write the tasks here, one a line, and end")
-    parser.add_argument("--most", type=int, default=0, help="tasks to write; 0: all")
+    parser.add_argument(
+        "--rows", type=Path, help="write the tasks to this file, one per line, and exit"
+    )
+    parser.add_argument("--most", type=int, default=0, help="number of tasks to write; 0: all")
     arguments = parser.parse_args()
     sys.path.insert(0, arguments.modules)
     # Tool servers are processes that run the module which defines them.

@@ -149,7 +149,7 @@ def _admit_priority_level(
                 "worker" if least == 1 else "workers",
                 sum(capacity.total_workers.values()),
             )
-            why = f"it needs {least} {noun}, and {free} of {total} are left{beside}"
+            why = f"it needs {least} {noun}, and {free} of {total} are free{beside}"
             division.rejected[job.id] = why
         elif home := capacity.take_core_place(
             job.requirements, "" if claim.is_stranded else claim.core_place

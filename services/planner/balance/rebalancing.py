@@ -156,7 +156,7 @@ def _judge_trial(
     trial, team, terms = state.trial, draft.get_instances(job.id), build_step_terms(job)
     assert trial is not None
     if not trial.split_after.is_same(state.split):
-        told = f"the move of step {trial.step} cannot be judged: the split has changed meanwhile"
+        told = f"the move of step {trial.step} cannot be assessed: the split has changed since"
         return record_explanation(replace(state, trial=None), None, told)
     trial = trials.update_trial_window(trial, team.is_reconciled, totals, terms)
     state = replace(state, trial=trial)
@@ -184,7 +184,7 @@ def _judge_trial(
         else:
             shifted = trial.split_after.trainers - trial.split_before.trainers
             _apply_shift(draft, job, team, -shifted, UNDO_RULE, figures)
-    did = "paid" if verdict.paid else "did not pay and is undone"
+    did = "paid off" if verdict.paid else "did not pay off and is undone"
     told = (
         f"the move of step {verdict.step} to {verdict.direction} {did}: {verdict.observed_s:.3g} s "
         f"a step, {verdict.expected_s:.3g} s without it"
@@ -247,7 +247,7 @@ def _plan_shift(
     trial = inputs.create_trial(
         job, state, rule, arrived[0].instance.id, after, after_s, abs(shift)
     )
-    told = f"{abs(shift)} moved to {towards}"
+    told = f"workers moved to {towards}: {abs(shift)}"
     return record_explanation(state.record_move(totals.step, trial), model, told, window)
 
 

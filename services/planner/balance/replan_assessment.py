@@ -142,7 +142,7 @@ def assess_job(
         measure_rates(window, now, terms, split, select_curves(job, state), cores) if now else None
     )
     if now is None or found is None or window.step_s <= 0:
-        return record_explanation(state, None, "too little has been measured"), None
+        return record_explanation(state, None, "too few measurements exist"), None
     model = predict_step(now, found, split, terms, window.step_s)
     for (
         towards,
@@ -161,7 +161,9 @@ def assess_job(
     if why := triggers.explain_cooldown(job.steps_done, since, config, failures):
         return record_explanation(state, model, why, window), None
     if not pressing:
-        return record_explanation(state, model, "nothing presses for another split", window), None
+        return record_explanation(
+            state, model, "no measurement requires another split", window
+        ), None
     state = replace(state, last_plan_step=totals.step, rejected_at_plan=job.rejected_trajectories)
     first = state.window_start.step if state.window_start is not None else totals.step
     error = state.step_ends.estimate_mean_error(first, totals.step)
@@ -187,7 +189,7 @@ def explain_move_rejection(
     )
     saved_s = step_s - after_s
     if window.steps < config.window_steps and saved_s < MIN_EARLY_GAIN * step_s:
-        return f"{window.steps} steps are too few to tell"
+        return f"{window.steps} steps are too few for a decision"
     failures = state.failed_moves.get(direction, 0)
     why = triggers.explain_insufficient_gain(saved_s, step_s, config, failures, left, switch_s)
     return f"{moved_workers} more to {direction}: {why}" if why else ""

@@ -65,13 +65,13 @@ def plan_reshape(
     assert split is not None
     if lengths is None:
         return record_explanation(
-            state, inputs.prediction, "no lengths are known yet", inputs.window
+            state, inputs.prediction, "no lengths have been measured yet", inputs.window
         )
     ranges = _build_range_costs(draft, job, state, lengths, inputs, correction)
     room = _build_reshape_options(draft, job, team)
     here = rollout_shapes.build_current_shape(ranges, room) if ranges.servers else None
     if here is None or not math.isfinite(here.rollout_s) or here.rollout_s <= 0:
-        why = "how fast its engines generate is not known yet"
+        why = "the speed of its engines has not been measured yet"
         return record_explanation(state, inputs.prediction, why, inputs.window)
     best, after_s = _find_best_shape(job, state, inputs, ranges, room, here, lengths)
     if best == here:
@@ -127,7 +127,7 @@ def advance_reshape(draft: PoolDraft, job: PlannedJob, state: SplitState, step: 
         state = replace(
             state, desired_shape=None, trial=None, failed_moves=failures, last_move_step=step
         )
-        return record_explanation(state, None, f"{list(wish.degrees)} could not be had in time")
+        return record_explanation(state, None, f"{list(wish.degrees)} could not be formed in time")
     why = Rationale(wish.rule, job.id, dict(wish.figures))
     done = reshape_engines(
         draft, job, wish.degrees, hybrids=wish.hybrids, rationale=why, details=dict(wish.figures)

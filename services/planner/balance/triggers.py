@@ -45,10 +45,10 @@ def explain_cooldown(
     doubles the cooldown, at most four times.
     """
     if step <= config.warmup_steps:
-        return f"the first {config.warmup_steps} steps are not over"
+        return f"the first {config.warmup_steps} steps have not finished"
     rest = config.cooldown_steps << min(failures, 4)
     if steps_since_move is not None and steps_since_move < rest:
-        return f"the last move was {steps_since_move} steps ago, and {rest} are waited"
+        return f"the last move was {steps_since_move} steps ago, and {rest} steps must pass"
     return ""
 
 
@@ -65,10 +65,12 @@ def explain_insufficient_gain(
     """
     asked = max(config.gain, MODEL_ERROR) * (1 << min(failures, 4))
     if gain_s < asked * step_s:
-        return f"it would save {gain_s / step_s:.1%} of a step, and {asked:.0%} are asked"
+        return (
+            f"it would save {gain_s / step_s:.1%} of a step, and at least {asked:.0%} is required"
+        )
     if gain_s * remaining_steps <= switch_s:
         return (
-            f"it would save {gain_s * remaining_steps:.1f} s until the end, and take "
+            f"it would save {gain_s * remaining_steps:.1f} s until the end, and cost "
             f"{switch_s:.1f} s"
         )
     return ""

@@ -62,10 +62,10 @@ def predict_expert_split(
     known = [kind for kind in kind_counts if kind in load_accelerators()]
     rising = sorted(known, key=lambda kind: load_accelerators()[kind].flops)
     if job.model_shape is None or not job.model_shape.experts:
-        return "the shape of its model is not known as that of a mixture"
+        return "its model is not known to be a mixture of experts"
     if len(rising) < 2:
         named = ", ".join(sorted(kind_counts)) or "none"
-        return f"there are no accelerators of two kinds that are known ({named})"
+        return f"the pool lacks accelerators of two known kinds ({named})"
     best: ExpertSplitPrediction | None = None
     for slow, fast in product(rising, reversed(rising)):
         if rising.index(slow) < rising.index(fast):
@@ -74,8 +74,8 @@ def predict_expert_split(
                 best = found
     ranks = job.requirements.ranks
     return best or (
-        f"no division of {ranks} ranks between them leaves experts to the slow ones and fits into "
-        "their memory"
+        f"no division of {ranks} ranks between them places experts on the slow ones and fits "
+        "into their memory"
     )
 
 

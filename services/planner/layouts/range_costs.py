@@ -96,7 +96,7 @@ class RangeCosts:
             [0.0] + [group.max_generated_tokens for group in groups]
         )
         if (np.diff(self._max_generated_tokens) < 0).any():
-            raise ValueError("groups are not in order of what their longest one generates")
+            raise ValueError("groups are not ordered by the tokens of their longest trajectory")
         generated = _accumulate(group.generated_tokens for group in groups)
         held = _accumulate(group.context_token_steps for group in groups)
         prompts = _accumulate(group.prompt_tokens for group in groups)

@@ -165,7 +165,7 @@ class FurthestTable:
             before[step.axis] -= step.size
             if reach[self.find_end(before)] == end:
                 return step, before
-        raise AssertionError(f"no gang leads to group {end}")
+        raise AssertionError(f"no gang ends at group {end}")
 
     def _build_table(self) -> NDArray[np.intp]:
         """Build the table by [level, used units of each other pool]. Padding in front holds -1 for

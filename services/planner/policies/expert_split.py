@@ -108,9 +108,9 @@ def choose_expert_split(
 def describe_expert_split(state: ExpertSplitState) -> str:
     """Describe the split for users."""
     if not state.kinds:
-        return f"its ranks are all alike: {state.reason}"
+        return f"its ranks are uniform: {state.reason}"
     fast, slow = state.kinds
-    by = "as ranks have measured" if state.is_measured else "as declared"
+    by = "from measurements" if state.is_measured else "from declared figures"
     best = state.predicted_split
     assert best is not None
     parts = [
@@ -118,16 +118,16 @@ def describe_expert_split(state: ExpertSplitState) -> str:
         f"{best.micro_batches} micro-batches: {state.predicted_tokens_per_s:,.0f} tokens a second "
         f"predicted ({by}), "
         + (
-            f"{state.uniform_tokens_per_s:,.0f} with ranks all alike"
+            f"{state.uniform_tokens_per_s:,.0f} with uniform ranks"
             if state.uniform_tokens_per_s
-            else "alike do not fit"
+            else "uniform ranks do not fit"
         )
     ]
     for key, rate in state.observed_tokens_per_s.items():
-        what = f"{key[0]} with attention and {key[1]} micro-batches" if key else "ranks all alike"
+        what = f"{key[0]} with attention and {key[1]} micro-batches" if key else "uniform ranks"
         parts.append(f"{what}: {rate:,.0f} observed")
     now = (
-        "all alike"
+        "uniform"
         if state.desired_split is None
         else f"{state.desired_split.attention_ranks} with attention"
     )
@@ -250,7 +250,7 @@ def _apply_split(
         since_ms = draft.snapshot.now_ms - core.instance.desired_since_ms
         if since_ms > 1000 * draft.snapshot.settings.move_timeout_s:
             core = draft.update_instance(core, why, tier=Tier.ACCELERATOR)
-            told = "it could not be left as a checkpoint"
+            told = "its state could not be saved as a checkpoint"
             return replace(
                 state,
                 desired_split=core.instance.expert_split,

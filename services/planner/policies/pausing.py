@@ -102,7 +102,7 @@ def _explain_waiting(draft: PoolDraft, job: PlannedJob, core_place: str) -> str 
         first = leaving[min(leaving, key=id_sort_key)]
         more = f" and {len(leaving) - 1} more" if len(leaving) > 1 else ""
         return f"{needed}; not yet asleep: {first}{more}"
-    return f"{needed}, and what is there cannot be taken yet"
+    return f"{needed}, and no placeable worker is free yet"
 
 
 def _put_core_to_sleep(

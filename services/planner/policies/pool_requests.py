@@ -57,7 +57,7 @@ def _settle_drain(draft: PoolDraft, request: PoolRequest, service_hosts: Service
     hosts = {host.name: host.services for host in draft.snapshot.hosts}
     there = [w for w in draft.workers.values() if w.host == request.host]
     if not there and request.host not in hosts:
-        why = f"no host is called {request.host}"
+        why = f"there is no host {request.host}"
         draft.add_decision(RejectRequest(request.op, why, Rationale("drain")))
     elif not any(draft.placements_by_worker[worker.id] for worker in there) and not any(
         service_hosts.find_hosts(name)
@@ -80,13 +80,13 @@ def _explain_rejection(
     """Explain why a requested move is rejected; empty: it is made."""
     worker = draft.workers.get(request.worker)
     if worker is None:
-        return f"no worker is called {request.worker}"
+        return f"there is no worker {request.worker}"
     if request.role not in ASSIGNABLE_ROLES:
-        return f"{request.role} is no role; choose from {', '.join(ASSIGNABLE_ROLES)}"
+        return f"{request.role} is not a role; choose from {', '.join(ASSIGNABLE_ROLES)}"
     if worker.id in presence.lost_workers:
-        return f"{worker.id} is lost; its agent starts it again when its host is there"
+        return f"{worker.id} is lost; its agent restarts it when its host returns"
     if worker.host in presence.draining_hosts:
-        return f"{worker.host} drains; choose a worker of another host"
+        return f"{worker.host} is draining; choose a worker of another host"
     for seated in draft.list_awake_on(worker.id):
         if seated.instance.core:
             return f"{worker.id} is in the core of {seated.instance.job}; move another one"
@@ -95,10 +95,14 @@ def _explain_rejection(
     if request.role == Role.IDLE:
         return ""
     if job is None:
-        known = f"no job is called {request.job}" if request.job else "the mesh has not one job"
-        return f"{known}; say which job with --job"
+        known = (
+            f"there is no job {request.job}"
+            if request.job
+            else "the mesh does not have exactly one job"
+        )
+        return f"{known}; name the job with --job"
     if job.id not in division.workers:
-        return f"{job.id} does not run: {division.rejected.get(job.id, 'it has ended')}"
+        return f"{job.id} is not running: {division.rejected.get(job.id, 'it has ended')}"
     on = any(seated.instance.job == job.id for seated in draft.list_awake_on(worker.id))
     if (
         job.requirements.max_workers
@@ -106,15 +110,15 @@ def _explain_rejection(
         and not on
     ):
         most = job.requirements.max_workers
-        return f"{job.id} has its most workers, {most}; raise pool.workers.most"
+        return f"{job.id} has its maximum of {most} workers; raise pool.workers.most"
     if (
         _is_joining_engine(draft, request, job)
         and engine_placement.find_engine_around(draft, job, worker.id) is None
     ):
         return (
-            f"an engine of {job.id} takes {job.requirements.smallest_engine} workers of one host "
-            f"(rollout.tensor_parallel), and {worker.host} has too few beside {worker.id} that are "
-            "idle or help it; put another one of it aside first"
+            f"an engine of {job.id} needs {job.requirements.smallest_engine} workers of one "
+            f"host (rollout.tensor_parallel), and {worker.host} has too few idle or "
+            f"hybrid workers beside {worker.id}; cordon another one first"
         )
     return ""
 
@@ -141,7 +145,7 @@ def _grant_move(
         draft.add_decision(RejectRequest(request.op, "", why))
     elif _is_joining_engine(draft, request, job):
         found = engine_placement.find_engine_around(draft, job, worker)
-        assert found is not None, "it was refused"
+        assert found is not None, "the request should have been rejected"
         engine_placement.place_engine(draft, job, found, why, details, pinned=True, op=request.op)
         cordoned -= set(found.workers)
     elif same and not same[0].instance.time_sliced:

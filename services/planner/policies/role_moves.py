@@ -86,9 +86,9 @@ def finish_moves(draft: PoolDraft) -> None:
         if seated.instance.is_reconciled:
             _finish_move(draft, under_way, "")
         elif seated.instance.phase == InstancePhase.FAILED:
-            _undo_move(draft, under_way, seated, f"it failed: {seated.instance.detail}")
+            _undo_move(draft, under_way, seated, f"the instance failed: {seated.instance.detail}")
         elif draft.snapshot.now_ms > under_way.deadline_ms:
-            _undo_move(draft, under_way, seated, "it was not complete in time")
+            _undo_move(draft, under_way, seated, "the move was not complete in time")
 
 
 def abandon_moves(draft: PoolDraft) -> None:
@@ -97,7 +97,7 @@ def abandon_moves(draft: PoolDraft) -> None:
     told = {d.move.id for d in draft.decisions if isinstance(d, FinishMove)}
     for under_way in draft.snapshot.moves:
         if under_way.id not in told and under_way.id not in seats:
-            _finish_move(draft, under_way, "who was to arrive has left")
+            _finish_move(draft, under_way, "the arriving instance has been removed")
 
 
 def read_progress(jobs: Sequence[PlannedJob], excluded_instance: str) -> dict[str, int]:

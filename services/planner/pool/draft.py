@@ -157,7 +157,7 @@ class PoolDraft:
 
     def dissolve_gang(self, gang: Gang, rationale: Rationale) -> None:
         """Dissolve a gang without instances."""
-        assert not self.gangs[gang.id].instances, f"somebody is on {gang.id}"
+        assert not self.gangs[gang.id].instances, f"{gang.id} still has instances"
         self.add_decision(DissolveGang(gang.id, rationale))
         del self.gangs[gang.id]
         for worker in gang.workers:

@@ -128,13 +128,15 @@ class JailLauncher:
             try:
                 warm = await zygote.wait_ready(WARM_S)
             except (MeshError, OSError) as error:
-                raise JailFailed(f"no zygote: {error}", where="sandbox") from error
+                raise JailFailed(f"no zygote could be started: {error}", where="sandbox") from error
             if not warm:
                 raise JailFailed(
-                    f"the outer jail ({self.tier}) ended at its start",
+                    f"the outer jail ({self.tier}) exited during its start",
                     where="sandbox",
-                    fix="its output is in the sandbox's log; `meshrl doctor` names what "
-                    "this host has",
+                    fix=(
+                        "Read the sandbox's log, and run `meshrl doctor` for the capabilities "
+                        "of this host"
+                    ),
                 )
             undone.pop_all()
         self._zygote = zygote
@@ -148,7 +150,10 @@ class JailLauncher:
         if self._zygote is zygote:
             self._zygote = None
             self._exit_reporter.record_exit(
-                "zygote", zygote.child.poll() or KILLED_EXIT_CODE, "it has ended", self._log
+                "zygote",
+                zygote.child.poll() or KILLED_EXIT_CODE,
+                "the zygote has exited",
+                self._log,
             )
             zygote.kill()
 
@@ -171,10 +176,14 @@ class JailLauncher:
                 return await self._open_once(program, limits, stdin, peer)
             except (BrokenPipeError, ConnectionResetError, ZygoteUnresponsive) as error:
                 if attempt == TRIES:
-                    raise JailFailed(f"no jail: {error}", where="sandbox") from error
+                    raise JailFailed(
+                        f"no jail could be started: {error}", where="sandbox"
+                    ) from error
             except OSError as error:
                 fix = host_limits.explain_hit_limit(error)
-                raise JailFailed(f"no jail: {error}", where="sandbox", fix=fix) from error
+                raise JailFailed(
+                    f"no jail could be started: {error}", where="sandbox", fix=fix
+                ) from error
 
     async def _open_once(
         self, program: JailProgram, limits: JailLimits, stdin: bytes, peer: int
@@ -197,7 +206,7 @@ class JailLauncher:
             if isinstance(error, ZygoteUnresponsive) and self._zygote is zygote:
                 self._zygote = None  # another replaces it; jails that it has forked continue
                 self._exit_reporter.record_exit(
-                    "zygote", KILLED_EXIT_CODE, f"it was killed: {error.message}", self._log
+                    "zygote", KILLED_EXIT_CODE, f"the zygote was killed: {error.message}", self._log
                 )
                 zygote.retire()
             if isinstance(error, ConnectionResetError):

@@ -56,7 +56,7 @@ async def detect_tier(host: Host, clock: Clock, log: Path | None = None) -> Dete
     try:
         syscall_table.find_architecture()
     except syscall_table.UnsupportedMachine as error:
-        return DetectedTier("none", f"{error}: run the sandbox on another machine")
+        return DetectedTier("none", f"{error}: run the sandbox on another host")
     problem = ""
     if shutil.which("bwrap"):
         problem = await probe_tier("bwrap", host, clock, log)
@@ -128,7 +128,7 @@ async def find_interpreter_problem(
     if detected.tier in ("none", "runner") or interpreter == Interpreter.default():
         return ""
     if interpreter.root and detected.tier == "landlock":
-        return "Landlock shows no other file system than the host's: an image takes bubblewrap"
+        return "an image needs bubblewrap: Landlock exposes only the host's file system"
     tier = "landlock" if detected.tier == "landlock" else "bwrap"
     return await probe_tier(tier, host, clock, log, interpreter)
 
@@ -138,12 +138,12 @@ def describe_missing_cpu_control(missing: tuple[str, ...]) -> str:
     if not missing:
         return ""
     way = "delegate the cpu controller, or mount a v2 hierarchy at /sys/fs/cgroup/unified beside v1"
-    return f"control groups do not {', '.join(missing)} the use of cores here: {way}"
+    return f"control groups cannot {', '.join(missing)} the use of cores on this host: {way}"
 
 
 def describe_missing_cgroups() -> str:
     if os.getuid() == 0:
-        return "no memory and pids controllers that may be used: mount /sys/fs/cgroup writable"
+        return "the memory and pids controllers are not usable: mount /sys/fs/cgroup writable"
     return "run as root, or delegate a control group: systemd-run --user --scope -p Delegate=yes"
 
 
@@ -151,10 +151,10 @@ def describe_missing_landlock() -> str:
     """Explain why the tier below bubblewrap is unavailable too."""
     abi = landlock.read_abi()
     if abi >= landlock.TIER_MIN_ABI:
-        return "Landlock does not work here"
+        return "Landlock does not work on this host"
     return (
-        f"Landlock of this kernel is of version {abi}, and {landlock.TIER_MIN_ABI} (Linux "
-        "6.12) it takes"
+        f"Landlock of this kernel has version {abi}, and jails need {landlock.TIER_MIN_ABI} "
+        "(Linux 6.12)"
     )
 
 
@@ -173,18 +173,18 @@ def describe_missing_bwrap(problem: str) -> str:
         return "apt-get install bubblewrap"
     if _file_equals(APPARMOR, "1"):
         return (
-            "AppArmor keeps plain users from user namespaces: sysctl -w "
+            "AppArmor denies user namespaces to unprivileged users: sysctl -w "
             "kernel.apparmor_restrict_unprivileged_userns=0, or a profile for bwrap with `userns,`"
         )
     if _file_equals(DEBIAN, "0"):
         return "sysctl -w kernel.unprivileged_userns_clone=1"
     if _file_equals(USERNS, "0"):
-        return "user namespaces are off: sysctl -w user.max_user_namespaces=65536"
+        return "user namespaces are disabled: sysctl -w user.max_user_namespaces=65536"
     if _is_in_container():
         return describe_container_limits(
             container.explain_user_namespace_rejection(), container.is_proc_masked(), problem
         )
-    return f"bwrap does not work here: {problem}"
+    return f"bwrap does not work on this host: {problem}"
 
 
 def describe_container_limits(refused: str, masked: bool, problem: str) -> str:
@@ -194,7 +194,7 @@ def describe_container_limits(refused: str, masked: bool, problem: str) -> str:
         why.append(refused)
         ways.append("--security-opt seccomp=compose/seccomp.json")
     if masked:
-        why.append("/proc is masked, and jails have one of their own")
+        why.append("/proc is masked, but jails mount their own")
         ways.append("--security-opt systempaths=unconfined (Kubernetes: procMount: Unmasked)")
     if not why:
         why.append(f"bwrap does not work in this container ({problem})")

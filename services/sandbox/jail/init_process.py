@@ -105,7 +105,7 @@ def run_init(fds: dict[str, int], request: dict[str, Any], tier: str, proc_fd: i
         )
         report = {**watching.wait_for_exit(), "denied_calls": refused.denied_calls}
         if not watching.check_set_up():
-            report = {"failed": f"a guest could not be set up: status {report['exit_code']}"}
+            report = {"failed": f"a guest's setup failed: status {report['exit_code']}"}
         frames.send(channel, {"nonce": nonce, **report})
         if tier != "bwrap":  # there, the kernel kills the remaining processes
             _kill_rest(tier)

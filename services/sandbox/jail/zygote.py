@@ -94,7 +94,7 @@ def receive_packet(control: socket.socket) -> tuple[bytes, list[int]]:
 
 def send_failure(fd: int, error: OSError) -> None:
     """Send the reason why there is no jail; the sandbox counts it as its own failure."""
-    text = f"no jail: {error}"
+    text = f"no jail could be forked: {error}"
     if error.errno == errno.EAGAIN:
         most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         text += f"; all jails together may have {most} processes and threads (RLIMIT_NPROC)"

@@ -69,9 +69,9 @@ def pack_arguments(call: PoolCall) -> tuple[str, bytes]:
     try:
         packed: bytes = msgpack.packb(call.arguments)
     except (OverflowError, UnicodeEncodeError, ValueError, TypeError) as error:
-        return f"{name} was given what MessagePack cannot hold: {error}", b""
+        return f"the arguments of {name} cannot be encoded with MessagePack: {error}", b""
     if len(packed) > FRAME_BYTES:
-        return f"{name} was given {len(packed)} bytes; {FRAME_BYTES} at most", b""
+        return f"the arguments of {name} have {len(packed)} bytes; the limit is {FRAME_BYTES}", b""
     return "", packed
 
 
@@ -79,5 +79,5 @@ def unpack_result(frame: bytes) -> tuple[int, str, Any, str]:
     try:
         call_id, status, value, error = msgpack.unpackb(frame)
     except (ValueError, TypeError, msgpack.UnpackException) as problem:
-        raise BadMessage(f"an answer that is none: {problem}") from None
+        raise BadMessage(f"an answer is invalid: {problem}") from None
     return call_id, status, value, error

@@ -106,9 +106,9 @@ class WorkerPool:
         that no worker has begun are POSTPONED.
         """
         if len(self._queue) + len(calls) > MAX_WAITING_CALLS:
-            raise Overloaded(f"{len(self._queue)} calls of job {self._job} wait already")
+            raise Overloaded(f"{len(self._queue)} calls of job {self._job} already wait")
         loop = asyncio.get_running_loop()
-        known = ", ".join(sorted(map(format_name, self.functions))) or "nothing"
+        known = ", ".join(sorted(map(format_name, self.functions))) or "none"
         waiting: list[WaitingCall] = []
         for work in calls:
             call = WaitingCall(work, loop.create_future(), waiting if postpone_slow else [])
@@ -138,7 +138,7 @@ class WorkerPool:
         unbegun = [call for call in self._queue if id(call) in asked]
         self._queue = deque(call for call in self._queue if id(call) not in asked)
         for call in unbegun:
-            error = f"{format_name(call.call.name)} was not begun: others took their time"
+            error = f"{format_name(call.call.name)} was not started: other calls took too long"
             self._set_result(call, CallResult(POSTPONED, None, error))
 
     # ------------------------------------------------------------ workers
@@ -245,7 +245,7 @@ class WorkerPool:
                 CallResult(TIMEOUT, None, self._add_source_location(calls[done], str(error))),
             )
             self._postpone(calls[done].batch)
-            raise _WorkerExited(f"it was killed: {error.message}") from None
+            raise _WorkerExited(f"the process was killed: {error.message}") from None
         except asyncio.CancelledError:  # the pool stops
             for call in calls[done:]:
                 if not call.result.done():
@@ -290,7 +290,7 @@ class WorkerPool:
         place = self._starter.source_locations.get(call.call.name, "")
         of = f"{self._job}, {place}" if place else self._job
         on = f"{format_name(call.call.name)} of {of} (pid {child.pid})"
-        with self._waits.wait("its end", on=on):
+        with self._waits.wait("the end of the call", on=on):
             try:
                 return await self._receive_within_deadline(child, call_id, call)
             except PeerLost as error:
@@ -308,9 +308,9 @@ class WorkerPool:
             except DeadlineExceeded:
                 usage = child.read_usage()
                 if usage is None:
-                    raise PeerLost("the process ended") from None
+                    raise PeerLost("the process exited") from None
                 if usage.state in "Tt":
-                    raise PeerLost("somebody stopped the process") from None
+                    raise PeerLost("the process was stopped by a signal") from None
                 before = before or usage
                 charged = compute_charged_s(self._clock.monotonic() - begun, usage, before)
                 left = call.call.deadline_s - charged
@@ -321,7 +321,7 @@ class WorkerPool:
                 wait_s = max(MIN_CPU_CHECK_S, left)
                 continue
             if got != call_id:
-                raise BadMessage(f"an answer to call {got} in place of {call_id}")
+                raise BadMessage(f"an answer to call {got} instead of {call_id}")
             return CallResult(status, value, error)
 
     def _set_result(self, call: WaitingCall, result: CallResult) -> None:

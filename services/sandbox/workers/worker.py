@@ -82,7 +82,7 @@ def run_call(
     try:
         arguments = msgpack.unpackb(packed)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        wrong = f"{format_name(name)} was given what no worker reads: {format_error(error)}"
+        wrong = f"the arguments of {format_name(name)} cannot be decoded: {format_error(error)}"
         return (
             call_id,
             BAD_VALUE,
@@ -139,7 +139,7 @@ def check_plain_value(value: object) -> tuple[object, str]:
     try:
         size = len(msgpack.packb(value))
     except (OverflowError, UnicodeEncodeError, ValueError, TypeError) as error:
-        return None, f"what MessagePack cannot hold: {error}"
+        return None, f"a value that MessagePack cannot encode: {error}"
     if size > VALUE_BYTES:
         return None, f"{size} bytes; the limit is {VALUE_BYTES}"
     return value, ""
@@ -157,7 +157,10 @@ def find_unsupported_part(value: object, depth: int) -> str:
             return "a dict with keys that are not text"
         parts = value.values()
     else:
-        return f"{short_repr(value)}, a {type(value).__name__}; plain JSON values can leave a tool"
+        return (
+            f"{short_repr(value)}, a {type(value).__name__}; a tool may return only plain JSON "
+            "values"
+        )
     return next((odd for part in parts if (odd := find_unsupported_part(part, depth + 1))), "")
 
 

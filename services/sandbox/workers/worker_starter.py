@@ -78,7 +78,9 @@ class WorkerStarter:
             except OSError as error:  # no process or descriptor available on this host
                 if tries == START_TRIES:
                     fix = host_limits.explain_hit_limit(error)
-                    raise Refused(f"no process for job {self._job}: {error}", fix=fix) from error
+                    raise Refused(
+                        f"no process could be started for job {self._job}: {error}", fix=fix
+                    ) from error
             await self._clock.sleep(RETRY_S * tries)
             tries += 1
 
@@ -104,7 +106,7 @@ class WorkerStarter:
                 f"importing {', '.join(given.references.values())} ended the process or took more"
                 f" than {IMPORT_TIMEOUT_S:g} s: {problem}",
                 where=given.directory,
-                fix="import it with plain Python; its output is in the sandbox's log",
+                fix="Import it with plain Python, and read its output in the sandbox's log",
             ) from problem
         except BaseException:
             child.kill()
@@ -113,7 +115,7 @@ class WorkerStarter:
         if (call_id, status) != (LOAD_RESULT_ID, OK):
             child.kill()
             raise ToolFailed(
-                f"a tool or reward of job {self._job} does not import: {error}",
+                f"a tool or reward of job {self._job} cannot be imported: {error}",
                 where=given.directory,
             )
         self.source_locations = places
@@ -127,10 +129,14 @@ class WorkerStarter:
         if code == OUT_OF_MEMORY:
             most = self._limits.rlimits.get("AS")
             limit = f"; its limit of address space (RLIMIT_AS) is {most >> 20} MiB" if most else ""
-            return f"there was no memory left for it (MemoryError){limit}"
+            return f"the process ran out of memory (MemoryError){limit}"
         if code == FORKED:
-            return "a child process that it started came back from the function"
+            return "a child process of the function returned from it"
         failure = self._host.find_failure(child.pid, None, code)
         if failure is not None:
             return failure.text
-        return f"it ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return (
+            f"the process ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exit status {code}"
+        )

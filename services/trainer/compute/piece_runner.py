@@ -40,7 +40,7 @@ class EmulationTimer:
 
     @property
     def late_counts(self) -> dict[str, int]:
-        return {"paced": self._emulated_steps, "late": self._late_steps}
+        return {"emulated_count": self._emulated_steps, "late_count": self._late_steps}
 
     async def run_padded(self, min_s: float, work: Callable[[], Awaitable[T]]) -> T:
         """Run `work` and return its result no sooner than after `min_s` seconds."""

@@ -147,8 +147,8 @@ class TrainerCore(Actor):
     def stats(self) -> CoreStats:
         counters, gradients, late = self.counters, self.gradients, self.compute.late_counts
         return CoreStats(
-            paced=late.get("paced"),
-            late=late.get("late"),
+            emulated_count=late.get("emulated_count"),
+            late_count=late.get("late_count"),
             ready=self.is_ready,
             published=self.publisher.published_dtypes,
             phase=self.phase,

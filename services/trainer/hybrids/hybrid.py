@@ -93,10 +93,10 @@ class Hybrid(StatelessSleeper, Actor):
         self.outbox.close()
 
     def stats(self) -> HybridStats:
-        paced = self._emulation_timer.late_counts if self._emulation is not None else {}
+        counts = self._emulation_timer.late_counts if self._emulation is not None else {}
         return HybridStats(
-            paced=paced.get("paced"),
-            late=paced.get("late"),
+            emulated_count=counts.get("emulated_count"),
+            late_count=counts.get("late_count"),
             joined=self._generation,
             rounds=self.rounds,
             bins=self.bins,

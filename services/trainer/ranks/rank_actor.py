@@ -169,8 +169,8 @@ class RankActor(Actor):
     def collect_stats(self) -> dict[str, Any]:
         late = self._rank.late_counts
         stats = RankStats(
-            paced=late.get("paced"),
-            late=late.get("late"),
+            emulated_count=late.get("emulated_count"),
+            late_count=late.get("late_count"),
             group=self._generation,
             epoch=self._epoch,
             tier=str(self._rows.tier),

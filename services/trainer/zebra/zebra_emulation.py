@@ -67,7 +67,7 @@ class ZebraEmulation:
 
     @property
     def late_counts(self) -> dict[str, int]:
-        return {"paced": self.emulated_steps, "late": self.late_steps}
+        return {"emulated_count": self.emulated_steps, "late_count": self.late_steps}
 
     def _sum_curve_s(self, curve: CostCurve | None, sizes: Sequence[float]) -> float:
         assert curve is not None, "the curve of ranks with attention must be known"

@@ -196,7 +196,7 @@ def read_record(path: Path) -> JobRecord:
         )
         record = JobRecord(found["job"], found["run_dir"], *about, found["known"])
     except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise CorruptData(f"it is no record of a job: {error!r}", where=str(path)) from error
+        raise CorruptData(f"the file is not a job record: {error!r}", where=str(path)) from error
     if record.job != unquote(path.stem):
-        raise CorruptData(f"it is that of {record.job}", where=str(path))
+        raise CorruptData(f"the record belongs to {record.job}", where=str(path))
     return record

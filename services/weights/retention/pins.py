@@ -56,7 +56,7 @@ def read_pins(store: Path, job: str) -> dict[str, VersionPin]:
             try:
                 found[path.stem] = VersionPin(**documents.decode(path.read_bytes(), str(path)))
             except (CorruptData, TypeError, FileNotFoundError):
-                found[path.stem] = VersionPin("", -1, -1, "its file is damaged")
+                found[path.stem] = VersionPin("", -1, -1, "its file is corrupt")
     return found
 
 
@@ -91,10 +91,10 @@ def mark_version_written(chunks: ChunkStore, manifest_digest: str) -> Manifest:
     ]
     if missing:
         raise NotFound(
-            f"version {found.version} of {found.job} is not stored as a whole any more: "
-            f"{len(missing)} of its chunks are missing, as {missing[0]}",
+            f"version {found.version} of {found.job} is not complete any more: {len(missing)} "
+            f"of its chunks are missing, such as {missing[0]}",
             where=str(chunks.directory),
-            fix="`meshrl weights list` says which versions are",
+            fix="Run `meshrl weights list` to list complete versions",
         )
     return found
 

@@ -23,9 +23,7 @@ QUOTA_EVENT = "weights_quota"
 REJECTED_EVENT = "weights_refused"
 RETRY_SWEEP_S = 1.0  # between sweeps for a rejected version, doubled after each one
 MAX_RETRY_SWEEP_S = 60.0
-QUOTA_FIX = (
-    "`meshrl weights list RUN` says what stays and why: unpin versions, or raise weights.quota_gb"
-)
+QUOTA_FIX = "Unpin versions, which `meshrl weights list RUN` lists, or raise weights.quota_gb"
 
 
 @dataclass
@@ -76,7 +74,7 @@ class VersionQuotas:
             return
         self.rejection_count += 1
         why = (
-            f"with version {offered.version} the versions of {row.id} have "
+            f"with version {offered.version} the versions of {row.id} would take "
             f"{format_bytes(held)}, and its quota is {format_bytes(quota)}"
         )
         refusal = self._get_rejection(row.id, offered.version)
@@ -120,7 +118,7 @@ class VersionQuotas:
             if held + last <= quota:
                 continue
             near[row.id] = (
-                f"the versions of {row.id} have {format_bytes(held)} of {format_bytes(quota)}, "
+                f"the versions of {row.id} take {format_bytes(held)} of {format_bytes(quota)}, "
                 f"and the next one needs up to {format_bytes(last)}"
             )
             if row.id not in self._nearly_full:

@@ -89,7 +89,9 @@ class PendingEvents:
                         self._mesh.state, corruption.CORRUPTION_EVENT, *self._events[0]
                     )
                 except MeshError as error:
-                    self._mesh.telemetry.log.warning("damage is untold", error=str(error))
+                    self._mesh.telemetry.log.warning(
+                        "corruption could not be reported", error=str(error)
+                    )
                     return
                 self._events.popleft()
 
@@ -277,7 +279,7 @@ class ChunkSweeper:
         def put_aside() -> None:
             if (aside := quarantine_checkpoint(path)) is None:
                 return
-            then = "the older kept checkpoint is used if a trainer starts before the next one is"
+            then = "an older checkpoint is used if a trainer starts before the next one is written"
             self._pending_events.add(
                 corruption.make_event_fields(
                     "checkpoint", path, error.message, f"{then} written", quarantined_path=aside
@@ -305,7 +307,7 @@ class ChunkSweeper:
                         corruption.RECOVERY_BY_KIND["weights"],
                     )
                     await self._pending_events.publish(
-                        corruption.make_event_fields("weights", path, "it is missing", then)
+                        corruption.make_event_fields("weights", path, "the file is missing", then)
                     )
             else:
                 self._unreadable_since.pop(digest, None)
@@ -315,7 +317,7 @@ class ChunkSweeper:
         if name in self._unreadable_since:
             return False
         self._unreadable_since[name] = self._mesh.clock.monotonic()
-        self._mesh.telemetry.log.error("cannot be kept", what=name, error=str(error))
+        self._mesh.telemetry.log.error("cannot be retained", what=name, error=str(error))
         return True
 
     # -- deletion --------------------------------------------------------------------------------

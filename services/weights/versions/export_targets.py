@@ -46,7 +46,7 @@ def export_to(
     if not is_url(target):
         export.export_version(run.run_dir, asked, Path(target))
         return sum(_read_file_sizes(Path(target)).values())
-    there = RemoteDirectory(target, setting, "the place of the copy", writer_id=version.manifest)
+    there = RemoteDirectory(target, setting, "the target of the copy", writer_id=version.manifest)
     exports = run.run_dir / "exports"
     for left in exports.glob(f"{SCRATCH_PREFIX}-*"):  # left by killed exports to URLs
         with suppress(Refused, OSError), scratch_directory(left):  # unless it is in progress
@@ -73,8 +73,8 @@ def _check_target(remote: RemoteDirectory, *, is_owned: bool) -> dict[str, int]:
     have = remote.list_file_sizes()
     if have and not is_owned and EXPORT_MARKER not in have and UNFINISHED_MARKER not in have:
         raise Refused(
-            f"{remote.public_url} was not written by an export: it has no {EXPORT_MARKER}",
-            fix="Name a folder of its own in --out, or move away what lies there",
+            f"{remote.public_url} is not the directory of an export: it has no {EXPORT_MARKER}",
+            fix="Name a new folder in --out, or move its files away",
         )
     return have
 
@@ -110,7 +110,7 @@ def copy_version(run: RunVersions, version: VersionSummary, base_url: str) -> di
     digits = version.manifest[:NAME_DIGITS]
     name = f"{quote(run.job, safe='')}/{version.lineage}-{version.version}-{digits}"
     out = f"{base_url.rstrip('/')}/{name}"
-    there = RemoteDirectory(out, COPIES_KEY, "the place of the copy")
+    there = RemoteDirectory(out, COPIES_KEY, "the target of the copy")
     if _read_document(there, EXPORT_MARKER).get("manifest") == version.manifest:
         return {}
     size = export_to(run, version, out, COPIES_KEY)

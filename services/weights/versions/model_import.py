@@ -78,7 +78,9 @@ def import_model(directory: Path, run: Path, name: str, dtype: str) -> dict[str,
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise Refused(f"{run} has come to be meanwhile", fix="Name another --out") from error
+            raise Refused(
+                f"another process has created {run} during the import", fix="Name another --out"
+            ) from error
         fsync_path(run.parent)
     sizes = sum(piece.size_bytes for piece in version.manifest.tensors)
     told = {"manifest": version.digest, "image": version.published_identity, "bytes": sizes}

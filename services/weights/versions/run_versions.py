@@ -116,12 +116,12 @@ class RunVersions:
         found = self._find_matches(reference.strip())
         if not found:
             raise NotFound(
-                f"{self.run_dir} does not hold version {reference}", fix=self._describe_available()
+                f"{self.run_dir} does not have version {reference}", fix=self._describe_available()
             )
         if len(found) > 1:
             raise ConfigError(
-                f"{reference} means {len(found)} versions of {self.run_dir}",
-                fix="Take one of " + ", ".join(f"{one.name} ({one.manifest})" for one in found),
+                f"{reference} is ambiguous: it matches {len(found)} versions of {self.run_dir}",
+                fix="Use one of " + ", ".join(f"{one.name} ({one.manifest})" for one in found),
             )
         return found[0]
 
@@ -134,7 +134,7 @@ class RunVersions:
             if not self.best_manifest:
                 raise NotFound(
                     f"{self.run_dir} has no best version",
-                    fix="Name the figure to judge by in evaluation.best",
+                    fix="Set evaluation.best to the figure that ranks versions",
                 )
             return [one for one in self.versions if one.manifest == self.best_manifest]
         *lineage, number = reference.split("/")
@@ -147,8 +147,8 @@ class RunVersions:
         if len(reference) >= MIN_DIGEST_DIGITS and set(reference) <= set("0123456789abcdef"):
             return [one for one in self.versions if one.manifest.startswith(reference)]
         raise ConfigError(
-            f"{reference!r:.60} names no version",
-            fix="Take a number, as 12, LINEAGE/NUMBER, last, best, or the first "
+            f"{reference!r:.60} does not name a version",
+            fix="Use a number such as 12, LINEAGE/NUMBER, last, best, or the first "
             f"{MIN_DIGEST_DIGITS} or more digits of a manifest. {self._describe_available()}",
         )
 
@@ -159,10 +159,10 @@ class RunVersions:
 
     def _describe_available(self) -> str:
         if not self.versions:
-            return "It holds none: the run ended before version 0"
+            return "The run has none: it ended before version 0"
         numbers = Counter(one.version for one in self.versions)
         names = (str(o.version) if numbers[o.version] == 1 else o.name for o in self.versions)
-        return "It holds " + ", ".join(dict.fromkeys(names))
+        return "Choose one of " + ", ".join(dict.fromkeys(names))
 
 
 def read_job(run: Path) -> tuple[str, dict[str, Any]]:
@@ -174,11 +174,12 @@ def read_job(run: Path) -> tuple[str, dict[str, Any]]:
         held = documents.decode(path.read_bytes(), str(path))
     except (FileNotFoundError, NotADirectoryError):
         raise NotFound(
-            f"there is no run in {run}: it has no job.json", fix="Name a directory as under runs/"
+            f"there is no run in {run}: it has no job.json",
+            fix="Name a run directory, such as one below runs/",
         ) from None
     job, document = held.get("job"), held.get("document")
     if not isinstance(job, str) or not isinstance(document, dict):
-        raise CorruptData("it names no job, or not what the job is", where=str(path))
+        raise CorruptData("the file lacks the name or the document of the job", where=str(path))
     return job, document
 
 

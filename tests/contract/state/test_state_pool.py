@@ -429,7 +429,7 @@ async def test_snapshot_contains_all_planner_inputs(bench: Bench) -> None:
     await jobs.submit(state, JOB, pool_document, "/runs/job", "op")
     await jobs.submit(state, "ended", pool_document, "/runs/ended", "op")
     await jobs.cancel(state, "ended", "op")
-    stats = {"job": JOB, "resident": "g0.0", "tokens": 7}
+    stats = {"job": JOB, "instance": "g0.0", "tokens": 7}
     engine = registry.RegistryEntry("engine/g0.0", "engine", incarnation="i", stats=stats)
     await registry.register(state, engine, 600_000)
     await registry.register(
@@ -471,9 +471,9 @@ async def test_snapshot_contains_the_measurements_of_each_process(bench: Bench) 
             **{"work": measurements.encode_work(shard), "histogram": [1] * 100},
             "lengths": lengths.encode(),
         },
-        "trainer/g1.0": {"work": measurements.encode_work(core), "resident": "g1.0"},
-        "engine/g0.0": {"gang": "g0", "resident": "g0.0", "curve": curve.encode()},
-        "engine/g2.0": {"gang": "g2", "resident": "g2.0"},
+        "trainer/g1.0": {"work": measurements.encode_work(core), "instance": "g1.0"},
+        "engine/g0.0": {"gang": "g0", "instance": "g0.0", "decode_curve": curve.encode()},
+        "engine/g2.0": {"gang": "g2", "instance": "g2.0"},
     }
     for name, stats in stats_by_name.items():
         entry = registry.RegistryEntry(name, name.partition("/")[0], stats=stats | {"job": JOB})
@@ -495,8 +495,8 @@ async def test_snapshot_contains_the_measurements_of_each_process(bench: Bench) 
 async def test_snapshot_contains_accepted_services_of_absent_hosts_too(bench: Bench) -> None:
     leader_token, state = await elect_leader(bench), bench.state
     stats_by_host: dict[str, dict[str, Any]] = {
-        "one": {"takes": ["shards"], "tiers": []},
-        "two": {"takes": []},
+        "one": {"accepted_services": ["shards"], "isolation_tiers": []},
+        "two": {"accepted_services": []},
         "three": {},
     }
     for host, stats in stats_by_host.items():
@@ -539,7 +539,7 @@ async def test_job_is_rejected_if_no_sandbox_host_has_its_isolation_tier(
     state, job = bench.state, JobRequirements(sandboxes=1, isolation_tier="bwrap")
 
     async def register_host(host: str, takes: list[str], tiers: list[str]) -> None:
-        offers = {"takes": takes, "tiers": tiers}
+        offers = {"accepted_services": takes, "isolation_tiers": tiers}
         agent = registry.RegistryEntry(
             f"node/{host}", "node", host=host, incarnation=host, stats=offers
         )

@@ -141,7 +141,7 @@ def test_emulated_engine_below_its_plateau_has_its_declared_speed(batches: list[
         assert fitted.predict_step_s(batch, 30) == pytest.approx(
             speed.compute_step_s(batch, 1, 0), rel=0.05
         )
-    curve = service.stats().curve
+    curve = service.stats().decode_curve
     assert curve is not None and curve[:6] == fitted.encode()
 
 

@@ -67,7 +67,7 @@ async def test_precreated_tokens_stay_valid_over_restarts(
             ) as line:
                 public = KeyPair.generate().public.decode()
                 old = JoinHost("gpu1-aa", public, "10.0.0.2", 1, True, "0.0.1")
-                with pytest.raises(Refused, match=f"0.0.1, and the mesh {read_release()}"):
+                with pytest.raises(Refused, match=f"0.0.1, and the mesh has {read_release()}"):
                     await line.call(Gateway.join, old)
     token_registry.revoke_tokens(
         root / "mesh" / access_records.RECORDS_FILE, "submit.token", time.time()

@@ -273,7 +273,7 @@ def test_single_worker_request_forms_no_engine_of_two() -> None:
     )
     bench.update(requests=(PoolRequest("op", "move", "w4", Role.ROLLOUT, "job"),))
     [declined] = [d for d in bench.decide_once() if isinstance(d, RejectRequest)]
-    assert "takes 2 workers of one host" in declined.reason or bench.roles()["w4"] == "core"
+    assert "needs 2 workers of one host" in declined.reason or bench.roles()["w4"] == "core"
 
 
 # -- whatever comes --------------------------------------------------------------------------------

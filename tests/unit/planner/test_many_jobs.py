@@ -403,7 +403,7 @@ def test_decision_names_in_json_are_stable() -> None:
 def test_explain_prints_each_decision_with_its_rule_and_inputs() -> None:
     output = run_explain(SNAPSHOT)
     assert "place g0.0: core of first on g0 in accelerator  [default entitled=1]" in output
-    assert "place g1.1: rollout of second on g1 in accelerator by turns" in output
+    assert "place g1.1: rollout of second on g1 in accelerator in time slices" in output
     assert output.count("form g") == 2
 
 
@@ -423,5 +423,5 @@ def test_explain_prints_why_a_service_has_no_host() -> None:
         "nowhere sandbox/first/0, sandbox/first/1: no host accepts its sandboxes now: a accepts "
         "shards; b accepts no services"
     )
-    assert "hold first: paused: no host accepts its sandboxes now" in output
+    assert "block first: paused: no host accepts its sandboxes now" in output
     assert "rollout/second/0" not in output.splitlines()[-1]

@@ -311,12 +311,12 @@ def test_worker_is_cordoned_and_uncordoned() -> None:
 @pytest.mark.parametrize(
     ("about", "reason"),
     [
-        ({"worker": "w9", "role": "rollout"}, "no worker is called w9"),
-        ({"worker": "w1", "role": "dance"}, "dance is no role"),
+        ({"worker": "w9", "role": "rollout"}, "there is no worker w9"),
+        ({"worker": "w1", "role": "dance"}, "dance is not a role"),
         ({"worker": "w0", "role": "rollout"}, "w0 is in the core of job"),
-        ({"worker": "w2", "role": "training", "job": "x"}, "no job is called x"),
+        ({"worker": "w2", "role": "training", "job": "x"}, "there is no job x"),
         ({"worker": "w1", "role": "rollout"}, "hosts the frozen models"),
-        ({"kind": "drain", "host": "nowhere"}, "no host is called nowhere"),
+        ({"kind": "drain", "host": "nowhere"}, "there is no host nowhere"),
     ],
 )
 def test_infeasible_request_is_rejected(about: dict[str, str], reason: str) -> None:

@@ -355,7 +355,7 @@ async def test_supervised_row_trains_the_answer_and_not_the_prompt() -> None:
     [
         ({"prompt": "1+1=", "response": ""}, "no token"),
         ({"prompt": "1+1=", "response": "2" * 64}, "68 tokens"),
-        ({"prompt": "1+1="}, "an answer is str"),
+        ({"prompt": "1+1="}, "an answer must be a str"),
         ({"response": "2"}, "prompt"),
     ],
 )

@@ -63,7 +63,7 @@ async def test_cell_over_its_time_limit_ends_its_session(sessions: Sessions) -> 
     await sessions.run("a", "x = 5")
     timed_out = await sessions.run("a", "print('begun')\nwhile True: pass")
     assert (timed_out.status, timed_out.stdout) == ("timeout", b"begun\n")
-    assert "over 1 s of CPU time" in timed_out.error and "begins a new one" in timed_out.error
+    assert "over 1 s of CPU time" in timed_out.error and "starts a new one" in timed_out.error
     assert (await sessions.run("a", "'x' in globals()")).stdout == b"False\n"
 
 
@@ -179,7 +179,7 @@ time.sleep(60)
     async with asyncio.timeout(min(200.0, scaled(40))):
         result = first if first.status == "crashed" else await sessions.run("a", "1")
     # "timeout" if it was stopped between its answer and the bytes behind it
-    assert result.status in ("crashed", "timeout") and "begins a new one" in result.error
+    assert result.status in ("crashed", "timeout") and "starts a new one" in result.error
     assert (await sessions.run("a", "7")).stdout == b"7\n"
 
 
@@ -286,7 +286,7 @@ async def test_session_ended_during_its_start_leaves_no_jail(
     await asyncio.sleep(0.01)
     sessions.end("a")
     for result in (await starting, await waiting):
-        assert result.status == "crashed" and "begins a new one" in result.error
+        assert result.status == "crashed" and "starts a new one" in result.error
     assert sessions.size == 0 and await wait_for_leftover_jails(cold_launcher, launcher) == 0
     assert (await sessions.run("a", "3")).stdout == b"3\n"
     sessions.close()
@@ -297,5 +297,5 @@ async def test_call_queued_behind_a_session_ending_cell_reports_crashed(sessions
     waiting_cell = asyncio.create_task(sessions.run("a", "1"))
     assert (await ending_cell).status == "crashed"
     result = await waiting_cell
-    assert result.status == "crashed" and "begins a new one" in result.error
+    assert result.status == "crashed" and "starts a new one" in result.error
     assert (await sessions.run("a", "7")).stdout == b"7\n"

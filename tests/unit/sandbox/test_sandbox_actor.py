@@ -148,8 +148,8 @@ async def test_job_with_a_runner_gets_a_container_for_each_call(bench: SandboxBe
     broken_job = make_jailed_job(bench, **{**standin, "runner": ["false"]})
     with pytest.raises(Refused) as raised:
         await sandbox.call(Sandbox.load_job, broken_job)
-    assert "takes a container for each call; this host has none" in str(raised.value)
-    assert "false: the container ended at its start" in str(raised.value)
+    assert "needs a container for each call; this host has none" in str(raised.value)
+    assert "false: the container exited during its start" in str(raised.value)
 
 
 async def wait_until_published(bench: SandboxBench, safe_to_evict: bool) -> None:
@@ -157,7 +157,7 @@ async def wait_until_published(bench: SandboxBench, safe_to_evict: bool) -> None
     async with asyncio.timeout(scaled(20)):
         while True:
             entry = await registry.lookup(bench.caller.state, "sandbox/j/0")
-            if entry is not None and entry.stats["rests"] == safe_to_evict:
+            if entry is not None and entry.stats["safe_to_evict"] == safe_to_evict:
                 return
             await asyncio.sleep(0.1)
 
@@ -243,7 +243,7 @@ async def test_host_without_the_isolation_tier_rejects_the_job(bench: SandboxBen
     with tempfile.TemporaryDirectory() as empty_path:
         bench.spawn_sandbox("sandbox/j/1", path=empty_path)  # without bwrap
         other = bench.caller.ref("sandbox/j/1")
-        with pytest.raises(Refused, match=r"takes bwrap \+ seccomp.*this host has .*bubblewrap"):
+        with pytest.raises(Refused, match=r"needs bwrap \+ seccomp.*this host has .*bubblewrap"):
             await other.call(Sandbox.load_job, make_jailed_job(bench), deadline_s=scaled(60))
         trusted_job = LoadJob("j", str(bench.directory), {"calculate": "calc:tool"})
         assert (await other.call(Sandbox.load_job, trusted_job)).isolation_tier == ""
@@ -339,7 +339,7 @@ async def test_job_that_blocks_its_sandbox_does_not_delay_another(bench: Sandbox
     sandbox = await bench.open()
     bench.spawn_sandbox("sandbox/k/0")
     await wait_until_alive(bench, "sandbox/j/0", "sandbox/k/0")
-    with pytest.raises(Refused, match="it serves job j, and not k"):
+    with pytest.raises(Refused, match="the sandbox serves job j, not k"):
         await sandbox.call(Sandbox.load_job, LoadJob("k", str(bench.directory), {}))
     busy_client, other_client = (
         SandboxClient(bench.caller, make_job_data(bench, job)) for job in "jk"
@@ -409,10 +409,10 @@ async def test_load_request_that_differs_from_the_document_is_rejected(what: str
         PoolLimits(),
         SandboxIdentity("sandbox/j/0", "j", compute_request_digest(REQUEST)),
     )
-    with pytest.raises(Refused, match="what the job's document does not say"):
+    with pytest.raises(Refused, match="does not match the job's document"):
         await actor.load_job(OTHER_REQUESTS[what])
     assert (await actor.load_job(REQUEST)).job == "j"
-    with pytest.raises(Refused, match="what the job's document does not say"):
+    with pytest.raises(Refused, match="does not match the job's document"):
         await actor.load_job(OTHER_REQUESTS[what])
     await actor.stop()
 
@@ -438,11 +438,15 @@ async def test_exits_of_one_name_are_batched_into_one_event(
 ) -> None:
     mesh = alone("sandbox/calc/0", clock, random, SimulatedHost(clock, random))
     exit_reporter = RedisExitReporter(mesh.state, clock, "sandbox/calc/0", "calc")
-    exit_reporter.record_exit("worker of calc", -11, "it ended by SIGSEGV", None, "calc")
+    exit_reporter.record_exit("worker of calc", -11, "the process ended by SIGSEGV", None, "calc")
     await clock.sleep(0.1)
     for _ in range(40):
-        exit_reporter.record_exit("worker of calc", -11, "it ended by SIGSEGV", None, "calc")
-    exit_reporter.record_exit("zygote", -9, "it was killed: somebody has stopped it (pid 7)", None)
+        exit_reporter.record_exit(
+            "worker of calc", -11, "the process ended by SIGSEGV", None, "calc"
+        )
+    exit_reporter.record_exit(
+        "zygote", -9, "the zygote was killed: it has been stopped by a signal (pid 7)", None
+    )
     await clock.sleep(2 * REPORT_INTERVAL_S)
     recorded = await events.read_all(mesh.state)
     name = "worker of calc of sandbox/calc/0"

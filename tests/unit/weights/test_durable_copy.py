@@ -457,7 +457,7 @@ async def test_hanging_url_is_reported_once(bench: CopyBench) -> None:
     await bench.checkpoint(0)
     await bench.store.clock.sleep(STALL_WARNING_S + 1.0)
     [event] = await bench.list_events("durable_failed")
-    assert "nothing has been copied in 15 minutes" in str(event["error"])
+    assert "no byte has been copied for 15 minutes" in str(event["error"])
     assert str(event["error"]) == bench.copier.stats()["durable_trouble"]
     await bench.store.clock.sleep(20 * STALL_WARNING_S)
     assert len(await bench.list_events("durable_failed")) == 1

@@ -189,7 +189,7 @@ async def test_copy_continues_as_long_as_bytes_move(store: StoreBench) -> None:
     # requests are answered all along
     assert wait_count >= 3 * STALL_TIMEOUT_S / ANSWER_TIMEOUT_S - 1
     disk.pauses = (1.0, 2 * STALL_TIMEOUT_S)
-    with pytest.raises(MeshError, match="no byte of it has moved for 600 s, after 1"):
+    with pytest.raises(MeshError, match="it has made no progress for 600 s, after 1 bytes"):
         while await shared_tasks.join("it", lambda _: 1, "it") is None:
             pass
     await shared_tasks.stop()
@@ -205,7 +205,7 @@ def test_abandoned_copy_stops_at_the_next_block(tmp_path: Path) -> None:
         pytest.skip("there is one file system only")
     chunks = ChunkStore(shm / f"meshrl-test-{os.getpid()}")
     try:
-        with pytest.raises(MeshError, match="given up"):
+        with pytest.raises(MeshError, match="was cancelled"):
             chunks.import_file(source, "0" * 64, abandoned)
         assert not chunks.has("0" * 64) and not list(chunks.directory.glob("*/.*"))
         chunks.import_file(source, "0" * 64, progress := TaskProgress())

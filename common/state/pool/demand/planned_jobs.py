@@ -78,9 +78,9 @@ def build_planned_job(
         block_reason=row["block_reason"],
         has_checkpoint=bool(row["checkpoint"]),
         instance_progress={
-            process.stats["resident"]: int(process.stats.get(PROGRESS_STATS[process.kind], 0))
+            process.stats["instance"]: int(process.stats.get(PROGRESS_STATS[process.kind], 0))
             for process in processes
-            if process.kind in PROGRESS_STATS and process.stats.get("resident")
+            if process.kind in PROGRESS_STATS and process.stats.get("instance")
         },
         measurements=collect_measurements(processes, kinds_by_gang or {}),
         emulated_engine=rollout.get("emulate", ""),
@@ -104,9 +104,9 @@ def collect_measurements(
             if "work" in p.stats
         },
         tuple(
-            decode_curve(kinds_by_gang.get(p.stats.get("gang", ""), ""), p.stats["curve"])
+            decode_curve(kinds_by_gang.get(p.stats.get("gang", ""), ""), p.stats["decode_curve"])
             for p in processes
-            if p.stats.get("curve")
+            if p.stats.get("decode_curve")
         ),
         merge_lengths(
             [decode_lengths(p.stats["lengths"]) for p in processes if p.stats.get("lengths")]

@@ -37,8 +37,8 @@ MOVES_KEY = f"{MESH_PREFIX}:moves"  # moves in progress, by the arriving instanc
 # Decisions of one script: each blocks Redis for up to about 50 us.
 DECISIONS_PER_SCRIPT = 128
 EXIT_RETENTION_S = 3600.0  # how long the last exit of a removed instance's process is retained
-# stats that a host's agent reports, by the field of PoolHost
-SERVICE_STATS = {"accepted_services": "takes", "isolation_tiers": "tiers"}
+# stats that a host's agent reports
+SERVICE_STATS = ("accepted_services", "isolation_tiers")
 CORE_STATS = ("cores", "busy_cores")
 _POLLED_FIELDS = ("details", "token", "gang", "membership", "revision")
 
@@ -337,7 +337,7 @@ def _decode_snapshot(answer: dict[str, Any]) -> PoolSnapshot:
         hosts=_decode_hosts(answer, workers, processes),
         requests=tuple(sorted(requests, key=lambda one: (one.requested_ms, one.op))),
         moves=tuple(Move(id, **row) for id, row in sorted(answer["moves_in_progress"].items())),
-        evictable_services=frozenset(p.name for p in processes if p.stats.get("rests")),
+        evictable_services=frozenset(p.name for p in processes if p.stats.get("safe_to_evict")),
         settings=PoolSettings(**settings.get("pool", {})),
         gangs_formed=answer["formed"],
         up_since_ms=settings.get("up_since_ms", 0),
@@ -376,11 +376,7 @@ def decode_host(agent: RegistryEntry) -> PoolHost:
 
 def _decode_offer(stats: Mapping[str, Any]) -> dict[str, Any]:
     offer: dict[str, Any] = {key: float(stats[key]) for key in CORE_STATS if key in stats}
-    return offer | {
-        field: tuple(stats[key])
-        for field, key in SERVICE_STATS.items()
-        if stats.get(key) is not None
-    }
+    return offer | {key: tuple(stats[key]) for key in SERVICE_STATS if stats.get(key) is not None}
 
 
 async def list_remaining(state: StateClient, host: str) -> list[str]:

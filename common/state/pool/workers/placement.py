@@ -50,7 +50,8 @@ class Placement:
         return {
             "job": self.job,
             "gang": self.gang,
-            "resident": self.instance,
+            "instance": self.instance,
+            "resident": self.instance,  # deprecated
             "generation": self.generation,
             "core": self.core,
             "rank": self.rank,

@@ -69,10 +69,10 @@ class GradingAttempt:
         self._early_exits += 1
         if self._early_exits > MAX_EARLY_EXITS and ran.is_wall_timeout:
             raise JailFailed(
-                f"{self._early_exits} jails ran out of wall clock time before a request "
-                "reached them",
+                f"{self._early_exits} jails exceeded their wall clock time before they "
+                "received a question",
                 where="sandbox",
-                fix="This host is too slow for its jails: run fewer at once (`--jails`)",
+                fix="Run fewer jails at once (`--jails`): this host is too slow for them",
             )
         return self._early_exits > MAX_EARLY_EXITS
 

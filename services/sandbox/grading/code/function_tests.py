@@ -26,7 +26,7 @@ async def run_tests(
     for case in cases:
         size = len(frames.pack(_encode_arguments(case)))
         if size > frames.MAX_FRAME_BYTES - FRAME_BYTES:  # more than a jail reads at once
-            most = f"{frames.MAX_FRAME_BYTES >> 20} MiB at most"
+            most = f"the limit is {frames.MAX_FRAME_BYTES >> 20} MiB"
             raise UnsupportedTests(f"arguments of {size} bytes as JSON; {most}")
     program = JailProgram(source, "calls", function, is_graded=True)
 

@@ -63,7 +63,7 @@ class _JailPairTrial(JailedTrial):
         if "broken" in report:
             raise InvalidTests(str(report["broken"]))
         if report.get("ready") is True and not report["tests"]:
-            raise InvalidTests("there is no function test_*")
+            raise InvalidTests("the tests have no function test_*")
         return len(report["tests"]) or None
 
     async def run_test(self, number: int) -> bool | None:

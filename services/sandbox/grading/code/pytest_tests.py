@@ -131,14 +131,14 @@ async def _collect_without_solution(
         finally:
             jail.close()
     raise InvalidTests(
-        f"pytest does not collect them within {attempt.limits.cpu_s:g} s of CPU time"
+        f"pytest does not collect the tests within {attempt.limits.cpu_s:g} s of CPU time"
     )
 
 
 def _check_collection(collection: dict[str, Any], written: list[str]) -> list[str]:
     """Validate a collection made without a solution, and return the names of its tests."""
     if "absent" in collection:
-        fix = "install it there, or pip install 'meshrl[pytest]'"
+        fix = "install it in their interpreter, or run pip install 'meshrl[pytest]'"
         raise UnsupportedTests(f"jails have no pytest ({collection['absent']}): {fix}")
     if "broken" in collection:
         module = str(collection["module"])
@@ -149,12 +149,14 @@ def _check_collection(collection: dict[str, Any], written: list[str]) -> list[st
         return list(written)
     for entry in collection["collected"]:
         if "lacks" in entry:
-            raise UnsupportedTests(f"{entry['id']} takes {entry['lacks']}, which pytest has not")
+            raise UnsupportedTests(
+                f"{entry['id']} needs {entry['lacks']}, which pytest does not have"
+            )
     names = _test_names(collection)
     if collection["used"]:  # the placeholder of the solution may have made a test
         names += [name for name in written if name not in names]
     if not names:
-        raise InvalidTests("pytest finds no test in it")
+        raise InvalidTests("pytest finds no tests")
     return names
 
 
@@ -177,7 +179,7 @@ def _match_tests(expected_tests: list[str], collected: list[str]) -> list[int | 
 async def _receive_collection(attempt: GradingAttempt, jail: Jail) -> dict[str, Any] | None:
     """Return the first message; the jail's clock is paused until it has taken as long as a test."""
     with contextlib.suppress(DeadlineExceeded):
-        async with attempt.clock.timeout(attempt.limits.wall_s, "a collection of tests"):
+        async with attempt.clock.timeout(attempt.limits.wall_s, "collecting tests with pytest"):
             return await attempt.receive(jail)
     jail.set_clock_running(True)
     report = await attempt.receive(jail)

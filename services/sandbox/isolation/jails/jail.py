@@ -51,7 +51,7 @@ def describe_denial(denied_calls: tuple[str, ...]) -> str:
 
     `denied_calls` may be empty: writing to a read-only path, for example, needs no denied call.
     """
-    text = "it asked for what the sandbox refuses"
+    text = "the program attempted an operation that the sandbox denies"
     return f"{text}: {', '.join(denied_calls)}" if denied_calls else text
 
 
@@ -132,11 +132,11 @@ class Jail:
         if "failed" in frame:
             raise JailFailed(str(frame["failed"]), where="sandbox")
         if frame.get("nonce") != self.nonce:
-            raise BadMessage("a report without the nonce of its call")
+            raise BadMessage("a report lacks the nonce of its call")
         try:
             return InitReport.from_frame(frame)
         except (KeyError, TypeError, ValueError) as error:
-            raise BadMessage(f"a report that is none: {error}") from None
+            raise BadMessage(f"a report is invalid: {error}") from None
 
     async def finish(self) -> ProgramResult:
         """Wait for the jail's end, which limits bound, and clean up after it."""
@@ -194,7 +194,7 @@ class Jail:
         if report.timeout == "wall":
             return TIMEOUT, f"over {limits.wall_s:g} s of wall clock time"
         if report.timeout == "starved":
-            return TIMEOUT, "the host gave it no core, disk or question for too long"
+            return TIMEOUT, "the jail waited too long for a core, the disk or a question"
         if report.timeout:
             return TIMEOUT, f"over {limits.cpu_s:g} s of CPU time"
         out = code == guest.OUT_OF_MEMORY_EXIT or (code == -9 and self._is_out_of_memory())

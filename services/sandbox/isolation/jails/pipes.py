@@ -83,7 +83,7 @@ class JailOutput:
         if all(stream.is_eof for stream in self.streams):
             return
         with contextlib.suppress(DeadlineExceeded):
-            async with clock.timeout(deadline_s, "the end of a jail's output"):
+            async with clock.timeout(deadline_s, "reading the last output of a jail"):
                 for stream in self.streams:
                     while not stream.is_eof:
                         await stream.wait_readable()
@@ -153,7 +153,7 @@ class Pipe(_DescriptorReader):
         if not record:
             return
         loop = asyncio.get_running_loop()
-        async with clock.timeout(deadline_s, "a jail to take a frame"):
+        async with clock.timeout(deadline_s, "sending a frame to a jail"):
             while record:
                 free = asyncio.Event()
                 loop.add_writer(self._fd, free.set)
@@ -188,7 +188,7 @@ class Pipe(_DescriptorReader):
             async with clock.timeout(deadline_s, "a jail's answer"):
                 while frame is None:
                     if self.is_eof:
-                        raise PeerLost("the jail has ended")
+                        raise PeerLost("the jail has exited")
                     await self.wait_readable()
                     frame = self._take_frame()
         return frame
@@ -202,4 +202,4 @@ class Pipe(_DescriptorReader):
         try:
             return frames.take_frame(self._buffer, self._limit_bytes)
         except frames.FrameChannelClosed as error:
-            raise BadMessage(f"from a jail: {error}") from None
+            raise BadMessage(f"invalid frame from a jail: {error}") from None

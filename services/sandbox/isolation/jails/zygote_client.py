@@ -113,11 +113,11 @@ class ZygoteClient:
                     pass
                 usage = self._zygote_process.read_usage()
                 if usage is None:
-                    raise ConnectionResetError("the zygote has ended")
+                    raise ConnectionResetError("the zygote has exited")
                 before = before or usage
                 looks = looks + 1 if usage.state in STOPPED else 0
                 if looks > 1:
-                    raise ZygoteUnresponsive(f"somebody has stopped it (pid {self.pid})")
+                    raise ZygoteUnresponsive(f"it has been stopped by a signal (pid {self.pid})")
                 silent_s = compute_charged_s(self._clock.monotonic() - asked, usage, before)
                 if silent_s > SILENT_S:
                     raise ZygoteUnresponsive(f"it has not answered for {silent_s:.0f} s")
@@ -129,7 +129,7 @@ class ZygoteClient:
                 if not answer.done():  # otherwise the caller has gone
                     answer.set_result(None)
                 settled()
-            ended = ConnectionResetError("the zygote has ended")
+            ended = ConnectionResetError("the zygote has exited")
         except BlockingIOError:
             return
         except OSError as error:
@@ -154,7 +154,7 @@ class ZygoteClient:
         """Stop requests to the zygote, and kill it when the last of its jails has ended."""
         self._retired = True
         for answer, _ in self._pending_requests:  # which it may still fork: it has not ended
-            _fail_request(answer, ConnectionResetError("another zygote takes its place"))
+            _fail_request(answer, ConnectionResetError("another zygote replaces this one"))
         if not self._running_jails:
             self.kill()
 

@@ -27,7 +27,7 @@ from meshrl.services.sandbox.jail.confinement import syscalls
 BIND_BASES = ("/mnt", "/media", "/srv", "/tmp")  # where binds are made; the first that exists
 DEVICES = ("null", "zero", "full", "random", "urandom")
 ZYGOTE_CODE = (
-    "import sys; sys.version_info >= (3, 8) or sys.exit('meshrl: jails take Python 3.8 or newer, "
+    "import sys; sys.version_info >= (3, 8) or sys.exit('meshrl: jails need Python 3.8 or newer, "
     "this is ' + sys.version); sys.path.insert(0, {!r}); import jail.zygote; sys.path.pop(0); "
     "jail.zygote.main()"
 )
@@ -128,7 +128,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     # The change of user has cleared the parent death signal.
     if not syscalls.set_parent_death_signal(parent, 9):
-        sys.exit("the sandbox has ended")
+        sys.exit("the sandbox has exited")
     if own_users >= 0:
         os.set_inheritable(own_users, True)
     argv = build_command(tier, control, interpreter, gathered, own_users)

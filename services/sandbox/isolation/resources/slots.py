@@ -24,10 +24,10 @@ class JailSlots:
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[None]:
         if self.waiting >= MAX_WAITING_CALLS:
-            raise Overloaded(f"{self.waiting} calls wait for a jail already")
+            raise Overloaded(f"{self.waiting} calls already wait for a jail")
         self.waiting += 1
         try:
-            async with self._clock.timeout(MAX_WAIT_S, "the wait for a jail"):
+            async with self._clock.timeout(MAX_WAIT_S, "waiting for a jail"):
                 await self._free.acquire()
         finally:
             self.waiting -= 1

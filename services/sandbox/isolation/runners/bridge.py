@@ -97,7 +97,7 @@ class Bridge:
         except (NoContainer, mux.MuxProtocolError) as error:
             text = str(error)
             if isinstance(error, mux.MuxProtocolError):
-                text = f"what it says is no jail's: {error.args[0][:100]!r}"
+                text = f"its output is not that of a jail: {error.args[0][:100]!r}"
             said = self._stderr_tail.decode("utf-8", "replace").strip()[-300:]
             report = {"failed": f"{self._runner.name}: {text}{': ' if said else ''}{said}"}
         finally:
@@ -146,7 +146,7 @@ class Bridge:
                 preexec_fn=become,
             )
         except OSError as error:
-            raise NoContainer(f"it does not start: {error.strerror}") from error
+            raise NoContainer(f"the runner cannot be started: {error.strerror}") from error
         finally:
             for fd in lists:
                 os.close(fd)
@@ -184,9 +184,9 @@ class Bridge:
             if self._mux.is_closed and self._report is None:
                 if self._hello:
                     return None
-                raise NoContainer(f"the container ended at its start{self._describe_exit()}")
+                raise NoContainer(f"the container exited during its start{self._describe_exit()}")
             if not self._hello and time.monotonic() - started > START_S:
-                raise NoContainer(f"the container has not started after {START_S:g} s")
+                raise NoContainer(f"the container has not started within {START_S:g} s")
             if clock is None and self._hello and self._nonce:
                 clock = ContainerClock(self._limits, paused=self._clock_paused)
             if clock is not None and (end := clock.find_exceeded_limit()):
@@ -219,7 +219,7 @@ class Bridge:
     def _is_finished(self) -> bool:
         """Return whether the init process has reported, and all earlier output is forwarded."""
         if max(len(self._report_buffer), len(self._hello)) > REPORT_BYTES:
-            raise NoContainer("the keeper's report is none")
+            raise NoContainer("the init process sent an invalid report")
         if self._report is None and (report := _take_frame(self._report_buffer)) is not None:
             self._report = sanitize_report(report)
         return self._report is not None and all(map(self._mux.is_delivered, mux.OUTPUTS))
@@ -370,7 +370,7 @@ def sanitize_report(report: dict[str, Any]) -> dict[str, Any]:
         found = replace(found, timeout=timeout, denied_calls=found.denied_calls[:CALLS])
         return {"nonce": str(report["nonce"]), **asdict(found)}
     except (KeyError, TypeError, ValueError) as error:
-        raise NoContainer(f"the keeper's report is none: {error}") from None
+        raise NoContainer(f"the init process sent an invalid report: {error}") from None
 
 
 def _take_frame(buffer: bytearray) -> dict[str, Any] | None:

@@ -144,7 +144,7 @@ def delete_container(directory: Path) -> None:
             env=runner_environment(),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"a container is left: {error}")
+        print(f"a container could not be removed: {error}")
 
 
 def runner_environment() -> dict[str, str]:

@@ -49,7 +49,7 @@ JAIL_SOURCES = Path(JAIL_PACKAGE)
 VERSION = """
 import sys
 sys.version_info >= (3, 8) or sys.exit(
-    "meshrl: jails take Python 3.8 or newer, this is " + sys.version
+    "meshrl: jails need Python 3.8 or newer, this is " + sys.version
 )
 """
 # Run where no bundle shows the package: it comes as the first frame, and is imported from that.
@@ -61,7 +61,7 @@ def exactly(size):
     while len(parts) < size:
         part = os.read(0, size - len(parts))
         if not part:
-            sys.exit("the sandbox has gone")
+            sys.exit("the sandbox has exited")
         parts += part
     return parts
 files = json.loads(exactly(int.from_bytes(exactly(4), "little")))
@@ -232,7 +232,7 @@ def build_oci_config(
 def main() -> None:
     parent = os.getppid()
     if not syscalls.set_parent_death_signal(parent, signal.SIGKILL):
-        sys.exit("the sandbox has ended")
+        sys.exit("the sandbox has exited")
     os.umask(0o022)
     control = socket.socket(fileno=int(sys.argv[1]))
     container_cleanup.remove_stale()

@@ -101,9 +101,7 @@ def find_architecture(machine: str = "") -> tuple[int, int]:
     """Return the AUDIT_ARCH_* of `machine` (default: this one), and its column in the table."""
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
-        raise UnsupportedMachine(
-            f"no list of system calls for {machine}; there are x86_64 and aarch64"
-        )
+        raise UnsupportedMachine(f"machine {machine} is not supported; x86_64 and aarch64 are")
     return ARCHITECTURES[machine]
 
 

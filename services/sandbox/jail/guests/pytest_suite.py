@@ -48,7 +48,7 @@ def preload(fallback_directory: str) -> None:
         for name in config.default_plugins:
             __import__(f"_pytest.{name}")
     except Exception as error:
-        print(f"zygote: no pytest: {error}", file=sys.stderr)
+        print(f"zygote: pytest cannot be imported: {error}", file=sys.stderr)
         return
     _is_host_pytest = bool(fallback_directory) and str(pytest.__file__).startswith(
         fallback_directory + os.sep

@@ -64,7 +64,7 @@ class FileSync:
             path = os.path.join(self._root, str(name))
             parent = os.path.realpath(os.path.dirname(path.rstrip("/")))
             if parent != self._root and not parent.startswith(self._root + "/"):
-                raise ValueError("a file outside of the scratch directory")
+                raise ValueError("a file is outside of the scratch directory")
             if content is None:
                 self._content_hashes.pop(name, None)
                 with contextlib.suppress(

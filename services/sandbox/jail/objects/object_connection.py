@@ -158,9 +158,9 @@ class ObjectConnection:
         elif kind == "module":
             found = operations.find_module(str(rest[0]))
         else:
-            raise ValueError(f"a value of kind {kind!r:.40}")
+            raise ValueError(f"a value has the unknown kind {kind!r:.40}")
         if found is None or (self.is_trusted and not operations.is_shared(str(rest[0]), found)):
-            raise ValueError(f"no {kind} {rest[0]!r:.40}")
+            raise ValueError(f"unknown {kind} {rest[0]!r:.40}")
         return found
 
     def _get_proxy(self, number: Any, kind: Any, make: Callable[[RemoteRef], Any]) -> Any:
@@ -208,14 +208,14 @@ class ObjectConnection:
             frame = self.receive()
             try:
                 if not isinstance(frame, dict):
-                    raise ValueError("a frame that is not an object")
+                    raise ValueError("a frame is not an object")
                 if (printed := frame.get("printed")) and self.is_trusted:
                     for stream, text in zip((sys.stdout, sys.stderr), printed):
                         if text:  # it goes to the tests' output
                             stream.write(str(text))
                 if "do" not in frame:
                     if frame["asked"] != request_number:
-                        raise ValueError("an answer to another request")
+                        raise ValueError("an answer belongs to another request")
                     if self.file_sync is not None and self.is_trusted:
                         self.file_sync.apply_changes(frame.get("files", {}))
                     error, value = self._decode_answer(frame, codec)
@@ -250,7 +250,7 @@ class ObjectConnection:
         if "raised" in frame:
             error = self.create_codec().unpack(frame["raised"])
             if not isinstance(error, BaseException):
-                raise ValueError("a raised value that is not an exception")
+                raise ValueError("a raised value is not an exception")
         else:
             value = codec.unpack(frame["value"])
         self._shared_containers.share(

@@ -65,7 +65,7 @@ class _RaisesContext:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         for k in kinds:
             if not (isinstance(k, type) and issubclass(k, BaseException)):
-                raise TypeError(f"pytest.raises of {k!r}, which is no exception")
+                raise TypeError(f"pytest.raises of {k!r}, which is not an exception")
         self._kinds, self._match, self._check = kinds, match, check
 
     def __enter__(self) -> ExceptionInfo:

@@ -26,7 +26,7 @@ FILE_WORDS = (
     "chdir",
     "makedirs",
 )  # words in tests that use files
-SWALLOWED_ASSERTION = "an assertion failed in a callback of the tests and the solution caught it"
+SWALLOWED_ASSERTION = "an assertion failed in a callback of the tests, and the solution caught it"
 MAX_ERROR_CHARACTERS = 300  # of a failed test
 GENERATOR, COROUTINE, ASYNC_GENERATOR = 0x20, 0x80, 0x200  # flags of code, see `inspect`
 
@@ -61,7 +61,7 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
                 report_rejection()
                 return
             if connection.is_closed:
-                error = "the solution's process has ended"
+                error = "the solution's process has exited"
                 verdict = {"passed": False, "lost": True, "error": error}
             report(test=number, **verdict)
 

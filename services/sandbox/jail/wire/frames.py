@@ -39,7 +39,7 @@ def receive(fd: int, before_read: Callable[[], None] | None = None) -> Any:
     """
     length = int.from_bytes(_read_exactly(fd, LENGTH, before_read), "little")
     if length > MAX_FRAME_BYTES:
-        raise FrameChannelClosed(f"a frame of {length} bytes")
+        raise FrameChannelClosed(f"a frame of {length} bytes exceeds the limit")
     try:
         return parse(_read_exactly(fd, length, before_read))
     except (ValueError, StopIteration, RecursionError, MemoryError) as error:
@@ -53,7 +53,7 @@ def take_frame(buffer: bytearray, limit_bytes: int) -> dict[str, Any] | None:
     """
     length = int.from_bytes(buffer[:LENGTH], "little")
     if len(buffer) >= LENGTH and length > limit_bytes:
-        raise FrameChannelClosed(f"a frame of {length} bytes")
+        raise FrameChannelClosed(f"a frame of {length} bytes exceeds the limit")
     if len(buffer) < LENGTH + length:
         return None
     body = bytes(buffer[LENGTH : LENGTH + length])
@@ -61,9 +61,9 @@ def take_frame(buffer: bytearray, limit_bytes: int) -> dict[str, Any] | None:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise FrameChannelClosed(f"a frame that is not JSON: {error}") from None
+        raise FrameChannelClosed(f"a frame is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise FrameChannelClosed("a frame that is no object")
+        raise FrameChannelClosed("a frame is not a JSON object")
     return value
 
 
@@ -72,7 +72,7 @@ def parse(body: bytes) -> Any:
     text = body.decode()
     value, end = _scan(text, 0)
     if end != len(text):
-        raise ValueError("more than a value")
+        raise ValueError("data follows the value")
     return value
 
 
@@ -96,7 +96,7 @@ def _read_exactly(fd: int, size: int, before_read: Callable[[], None] | None) ->
         except OSError as error:
             raise FrameChannelClosed(str(error)) from None
         if not part:
-            raise FrameChannelClosed("the end of the stream")
+            raise FrameChannelClosed("the stream has ended")
         parts.append(part)
         size -= len(part)
     return b"".join(parts)

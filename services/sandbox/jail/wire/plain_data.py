@@ -50,7 +50,7 @@ def to_jsonable(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict):
         found = {_encode_key(key): to_jsonable(item, depth + 1) for key, item in value.items()}
         if len(found) < len(value):
-            raise NotPlainData("keys of which two are the same text")
+            raise NotPlainData("two keys have the same text")
         return found
     return to_jsonable(_to_builtin(value), depth)
 
@@ -91,17 +91,17 @@ def _to_builtin(value: Any) -> Any:
         try:
             return float(value)
         except OverflowError:
-            raise NotPlainData("a fraction beyond all floats") from None
-    raise NotPlainData(f"{type(value).__name__} is no plain data")
+            raise NotPlainData("a fraction exceeds the range of floats") from None
+    raise NotPlainData(f"{type(value).__name__} is not plain data")
 
 
 def _encode_key(key: Any) -> str:
     if isinstance(key, str):
         if key.startswith(INT_KEY[0]):
-            raise NotPlainData("a key that begins with a null character")
+            raise NotPlainData("a key begins with a null character")
         return str.__str__(key)
     if key is None or isinstance(key, bool):
         return {None: "null", True: "true", False: "false"}[key]
     if isinstance(key, (int, float)):
         return str(key)
-    raise NotPlainData(f"a key of type {type(key).__name__}")
+    raise NotPlainData(f"a key has type {type(key).__name__}")

@@ -70,7 +70,7 @@ def test_session_continues_after_its_engine_slept(tmp_path: Path, path: str) -> 
         assert_matches_model(heard, decoder(), context)
         assert computed < len(context) - CHUNK_TOKENS
         stats = cache.stats()
-        assert stats.loaded["disk"] >= CHUNK_TOKENS and stats.saved_s > 0
+        assert stats.loaded_tokens["disk"] >= CHUNK_TOKENS and stats.saved_s > 0
 
 
 @pytest.mark.needs("compiler")
@@ -85,7 +85,7 @@ def test_session_continues_after_its_slot_was_reused(tmp_path: Path) -> None:
         wait_until_written(cache)
         heard, _ = second_turn(engine, context)
         assert_matches_model(heard, decoder(), context)
-        assert cache.stats().loaded["disk"] >= CHUNK_TOKENS
+        assert cache.stats().loaded_tokens["disk"] >= CHUNK_TOKENS
 
 
 @pytest.mark.needs("compiler")
@@ -108,7 +108,7 @@ def test_preempted_requests_are_reloaded(tmp_path: Path, path: str) -> None:
             listener.drain()
         for i in range(3):
             assert_matches_model(listener.get_output(i), decoder(), words(i, 650))
-        assert engine.num_preempted and cache.stats().loaded["disk"] >= CHUNK_TOKENS
+        assert engine.num_preempted and cache.stats().loaded_tokens["disk"] >= CHUNK_TOKENS
 
 
 @pytest.mark.needs("compiler")
@@ -123,7 +123,7 @@ def test_engines_of_one_host_share_their_kv(tmp_path: Path) -> None:
         heard, computed = second_turn(two, context)
         assert_matches_model(heard, decoder(), context)
         # The part that arrives before it is computed here depends on the load of the host.
-        assert second.stats().loaded["disk"] >= CHUNK_TOKENS
+        assert second.stats().loaded_tokens["disk"] >= CHUNK_TOKENS
         assert computed < len(context)
 
 
@@ -165,7 +165,7 @@ def test_kv_of_a_different_domain_is_not_loaded(tmp_path: Path, other: str) -> N
             two.load_adapter("a", adapter(1), SCALE, 10)
             more = {"adapter": "a"}
         heard, computed = second_turn(two, context, **more)
-        assert not second.stats().loaded and computed == len(context) + 4
+        assert not second.stats().loaded_tokens and computed == len(context) + 4
         if other != "adapter":
             assert_matches_model(heard, decoder(), context)
 
@@ -188,7 +188,7 @@ def test_corrupt_chunks_are_recomputed(tmp_path: Path, harm: Callable[[Path], No
             harm(path)
         heard, computed = second_turn(engine, context)
         assert_matches_model(heard, decoder(), context)
-        assert computed == len(context) + 4 and not cache.stats().loaded
+        assert computed == len(context) + 4 and not cache.stats().loaded_tokens
 
 
 # -- versions ------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_short_contexts_are_neither_stored_nor_sought(tmp_path: Path) -> None:
         for i in range(20):
             run(engine, request(i, words(i, 200), session=i, max_new=2))
         wait_until_written(cache)
-        assert cache.stats().sought == 0 and list_chunks(cache) == []
+        assert cache.stats().lookup_tokens == 0 and list_chunks(cache) == []
 
 
 LENGTH = 1024

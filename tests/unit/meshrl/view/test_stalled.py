@@ -395,7 +395,7 @@ def test_stall_names_only_engines_of_its_own_job() -> None:
 
 
 def test_wait_for_a_time_slice_names_the_holder() -> None:
-    scheduler = replace(entry("worker/w1"), stats={"turn_of": ["g1.1"]})
+    scheduler = replace(entry("worker/w1"), stats={"slice_holders": ["g1.1"]})
     wait = {"on": "worker/w1", "what": "acquire_slice", "since_ms": NOW - 40_000}
     waiter = replace(entry("engine/g1.0"), waits=[wait])
     turns = pool(
@@ -432,7 +432,7 @@ def test_missing_shard_is_attributed_to_its_agent() -> None:
 def make_agent(name: str, takes: list[str], renewed_s: float = 1.0) -> RegistryEntry:
     """Make an agent with the services that its host accepts."""
     agent = entry(f"node/{name}", renewed_s=renewed_s)
-    return replace(agent, host=name, stats={"takes": takes})
+    return replace(agent, host=name, stats={"accepted_services": takes})
 
 
 def test_only_host_for_a_service_is_named_while_it_is_away() -> None:

@@ -107,11 +107,11 @@ async def test_engine_and_trainer_share_a_worker_and_a_stopped_slice_holder_is_k
 
         trainer = children["g0.1"].pid
         while True:  # until the stop falls into a time slice, not just after one
-            await until("the trainer's turn", lambda: scheduler.stats().turn_of == ["g0.1"])
+            await until("the trainer's turn", lambda: scheduler.stats().slice_holders == ["g0.1"])
             os.kill(trainer, signal.SIGSTOP)
             stopped = time.monotonic()
             await asyncio.sleep(scaled(0.2))
-            if scheduler.stats().turn_of == ["g0.1"]:
+            if scheduler.stats().slice_holders == ["g0.1"]:
                 break
             os.kill(trainer, signal.SIGCONT)
         before = len(read_computations(mesh.directory, "engine"))

@@ -377,5 +377,5 @@ def test_range_cost_is_that_of_its_groups_and_its_reach_is_maximal(seed: int) ->
 
 
 def test_unordered_groups_are_rejected() -> None:
-    with pytest.raises(ValueError, match="not in order"):
+    with pytest.raises(ValueError, match="not ordered"):
         RangeCosts([SERVER], [make_uniform_group(1, 0, 20), make_uniform_group(1, 0, 10)])

@@ -227,7 +227,7 @@ async def test_solution_cannot_suppress_asserts_of_a_callback(
         assert await run_isolated(launcher, source, "import pytest\n" + expected) == "1"
     source = f"{kind} visit(f):\n" + body.format(await_keyword, 40, "BaseException", "pass")
     with pytest.raises(
-        UnsupportedTests, match="callback of the tests and the solution caught"
+        UnsupportedTests, match="callback of the tests, and the solution caught"
     ) as error:
         await run_isolated(launcher, source, tests)
     assert error.value.is_caused_by_solution

@@ -170,7 +170,7 @@ async def test_tests_that_cannot_run_give_no_score(suites: PytestJails) -> None:
         ("x = 1 / 0\ndef test_f(): pass", "bad_value", "ZeroDivisionError"),
         ("def test_f(:", "bad_value", "line 1"),
         ("def test_f(): yield", "bad_value", "yield"),
-        ("while True: pass\ndef test_f(): pass", "bad_value", "does not collect them"),
+        ("while True: pass\ndef test_f(): pass", "bad_value", "does not collect the tests"),
     ):
         answer = await grade_with_pytest(suites, tests, ADD, case_s=min(4.0, scaled(1.0)))
         assert answer.status == status and text in answer.error, answer

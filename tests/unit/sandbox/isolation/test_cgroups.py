@@ -294,7 +294,7 @@ async def test_failing_tier_has_a_reason(
     problem = await tier_detection.probe_tier(
         "bwrap", SystemHost(), SystemClock(), tmp_path / "log"
     )
-    assert "ended at its start" in problem
+    assert "exited during its start" in problem
 
 
 @pytest.mark.rotating(3)

@@ -251,7 +251,7 @@ async def test_cancelled_call_leaves_no_process(launcher: JailLauncher) -> None:
 
 async def test_failed_guest_setup_raises_jail_failed(launcher: JailLauncher) -> None:
     limits = JailLimits(open_files=1 << 30)
-    with pytest.raises(JailFailed, match="could not be set up"):
+    with pytest.raises(JailFailed, match="a guest's setup failed"):
         await run_program(launcher, "print(1)", limits=limits)
 
 
@@ -374,7 +374,9 @@ async def test_stopped_zygote_is_replaced_and_its_calls_are_answered(tmp_path: P
             results = await asyncio.gather(*calls)
         assert [result.stdout for result in results] == [b"0\n", b"1\n", b"2\n"]
         assert launcher.zygote_pid not in (0, stopped_pid)
-        assert exits == [f"zygote: it was killed: somebody has stopped it (pid {stopped_pid})"]
+        assert exits == [
+            f"zygote: the zygote was killed: it has been stopped by a signal (pid {stopped_pid})"
+        ]
         assert (await before.finish()).status == "ok", "what it had begun ends as it would have"
         async with asyncio.timeout(scaled(SOON_S)):
             while read_start_time(stopped_pid):

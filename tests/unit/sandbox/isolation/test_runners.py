@@ -69,9 +69,12 @@ os.read(os.pipe()[0], 1)
 @pytest.mark.parametrize(
     ("script", "error"),
     [
-        ("echo no kernel here >&2; exit 3", "ended at its start with status 3: no kernel here"),
-        ("echo welcome to this container; cat", "what it says is no jail's: b'welcome"),
-        ("exec /nowhere/python", "ended at its start with status 127"),
+        (
+            "echo no kernel here >&2; exit 3",
+            "exited during its start with status 3: no kernel here",
+        ),
+        ("echo welcome to this container; cat", "its output is not that of a jail: b'welcome"),
+        ("exec /nowhere/python", "exited during its start with status 127"),
     ],
 )
 async def test_failing_runner_has_a_reason(tmp_path: Path, script: str, error: str) -> None:

@@ -55,7 +55,7 @@ async def test_calls_beyond_the_waiting_limit_are_rejected() -> None:
 
     waiting = [asyncio.create_task(call()) for _ in range(module.MAX_WAITING_CALLS)]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="wait for a jail already"):
+    with pytest.raises(Overloaded, match="already wait for a jail"):
         await call()
     for task in waiting:
         task.cancel()

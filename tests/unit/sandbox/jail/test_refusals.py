@@ -35,7 +35,7 @@ async def run_program(launcher: JailLauncher, source: str, mode: str = "program"
 async def test_denied_call_that_ended_the_program_is_named(launcher: JailLauncher) -> None:
     result = await run_program(launcher, "import socket\nsocket.socket()")
     assert (result.status, result.denied_calls) == ("refused", ("socket",))
-    assert result.error == "it asked for what the sandbox refuses: socket"
+    assert result.error == "the program attempted an operation that the sandbox denies: socket"
 
 
 async def test_denied_calls_are_named_once_and_in_order(launcher: JailLauncher) -> None:
@@ -127,7 +127,7 @@ async def test_each_cell_names_its_own_denied_calls(launcher: JailLauncher) -> N
         ("chroot",),
     ]
     assert [each.status for each in results] == ["ok", "refused", "ok", "refused", "refused"]
-    assert results[-1].error == "it asked for what the sandbox refuses: chroot"
+    assert results[-1].error == "the program attempted an operation that the sandbox denies: chroot"
 
 
 def test_interrupted_seccomp_answer_is_repeated() -> None:

@@ -222,7 +222,7 @@ async def run_among_good_calls(pool: WorkerPool, do: str, **row: Any) -> CallRes
         ("closes_descriptors", "crashed", "reward failed its process twice"),
         ("exits", "crashed", "reward failed its process twice: exit status 0"),
         ("exits_politely", "raised", "SystemExit: done"),
-        ("segfaults", "crashed", "reward failed its process twice: it ended by SIGSEGV"),
+        ("segfaults", "crashed", "reward failed its process twice: the process ended by SIGSEGV"),
         ("forks", "ok", ""),
     ],
 )
@@ -508,7 +508,7 @@ async def test_unserializable_arguments_fail_only_their_call(
     async with asyncio.timeout(scaled(30)):
         outcome = await run_among_good_calls(pool, "good", given=argument)
     assert (outcome.status, outcome.value) == ("bad_value", None)
-    assert "reward was given" in outcome.error
+    assert "the arguments of reward" in outcome.error
     assert pool.replaced_count == 0
 
 

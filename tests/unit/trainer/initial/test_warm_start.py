@@ -241,7 +241,7 @@ def test_corrupt_cache_is_ignored(
     content = bytearray(path.read_bytes())
     content[-9] ^= 1  # of a weight
     path.write_bytes(content[:remaining_bytes])
-    with pytest.raises(CorruptData, match="a warm start"):
+    with pytest.raises(CorruptData, match="a saved warm start"):
         warm.load_weights(path)
 
 

@@ -260,7 +260,7 @@ async def test_new_background_task_cancels_the_previous_one() -> None:
         await asyncio.sleep(0)
     second.released.set()
     assert await background_task.poll(2, second.run) == 1
-    with pytest.raises(RankLost, match="given up"):
+    with pytest.raises(RankLost, match="was cancelled"):
         await pending_poll
     assert first.end_count == 1
 

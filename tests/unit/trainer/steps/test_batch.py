@@ -147,7 +147,7 @@ def test_fully_truncated_group_is_replaced_in_dynamic_sampling() -> None:
 
 
 def test_mismatched_endings_are_rejected() -> None:
-    with pytest.raises(BadMessage, match="endings"):
+    with pytest.raises(BadMessage, match="truncation flags"):
         StepBatch(3, job()).add(replace(group([1.0, 0.0]), truncated=np.zeros(3, np.bool_)))
 
 

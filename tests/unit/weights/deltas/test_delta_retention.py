@@ -160,7 +160,7 @@ async def test_invalid_part_counts_are_rejected(
     await acknowledge(store, 0, await store.begin())
     target = VersionRef(0, 1, await store.stage(1))
     request = BeginDelta(JOB, target, anchors, part, parts)
-    with pytest.raises(BadMessage, match="of a delta"):
+    with pytest.raises(BadMessage, match="invalid delta"):
         await store.trainer.ref(STORE_NAME).call(Weights.begin_deltas, request)
     assert await request_bases(store, 1, target.manifest, parts=MAX_PARTS)
 

@@ -55,7 +55,7 @@ def read_seed(out: Path) -> int:
 def test_directory_that_appears_during_the_write_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with (
-        pytest.raises(Refused, match="was not written by an export"),
+        pytest.raises(Refused, match="is not the directory of an export"),
         scratch_directory(make_scratch_path(out), out) as scratch,
     ):
         (scratch / EXPORT_MARKER).write_text("{}")

@@ -177,7 +177,7 @@ def test_any_stored_version_can_be_exported(run: Run, tmp_path: Path) -> None:
 def test_error_for_a_missing_version_lists_the_stored_ones(run: Run) -> None:
     removed = list_versions(run.directory)[1]
     run.chunks.chunk_path(removed.manifest_digest).unlink()
-    with pytest.raises(NotFound, match=r"step 1\. it holds those of 0, 2, 3"):
+    with pytest.raises(NotFound, match=r"step 1\. Choose one of 0, 2, 3"):
         select_version(run.directory, 1)
     assert select_version(run.directory).step == 3
 
@@ -232,7 +232,7 @@ def test_corrupt_event_is_skipped(run: Run, tmp_path: Path) -> None:
     [
         (b"", "it is empty"),
         (b'{"job": "j", "docu', "not JSON"),
-        (b"{}", "names no job"),
+        (b"{}", "lacks the name or the document of the job"),
         (b'{"job": "j", "document": {}, "check": "0000000000000000"}', "match its checksum"),
     ],
 )
@@ -270,7 +270,7 @@ def test_export_replaces_only_an_export(run: Run, tmp_path: Path) -> None:
     (scratch / "thesis.txt").write_text("years of work")
     (tmp_path / "file").write_text("a file")
     for name in ("base", "new", "file"):
-        with pytest.raises(Refused, match="was not written by an export"):
+        with pytest.raises(Refused, match="is not the directory of an export"):
             export_selected(run.directory, tmp_path / name, None, False)
     assert torch.equal(logits(load_model(base)[1]), logits(model(7)))
     assert (scratch / "thesis.txt").is_file() and (tmp_path / "file").is_file()

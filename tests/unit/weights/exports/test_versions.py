@@ -110,19 +110,19 @@ def test_pin_and_unpin_print_the_version(run: Run) -> None:
 @pytest.mark.parametrize(
     ("word", "error", "message"),
     [
-        ("7", NotFound, "does not hold version 7.*It holds 0, 1, 2, 3"),
-        ("1/3", NotFound, "does not hold version 1/3"),
+        ("7", NotFound, "does not have version 7.*Choose one of 0, 1, 2, 3"),
+        ("1/3", NotFound, "does not have version 1/3"),
         ("best", NotFound, "evaluation.best"),
-        ("newest", ConfigError, "'newest' names no version.*LINEAGE/NUMBER, last, best"),
-        ("-1", ConfigError, "'-1' names no version"),
-        ("", ConfigError, "names no version"),
-        ("abc", ConfigError, "names no version"),
-        ("3.0", ConfigError, "names no version"),
-        ("0/", ConfigError, "names no version"),
-        ("/3", ConfigError, "names no version"),
-        ("³", ConfigError, "names no version"),
-        ("abcdef0", NotFound, "does not hold version abcdef0"),
-        ("../../etc", ConfigError, "names no version"),
+        ("newest", ConfigError, "'newest' does not name a version.*LINEAGE/NUMBER, last, best"),
+        ("-1", ConfigError, "'-1' does not name a version"),
+        ("", ConfigError, "does not name a version"),
+        ("abc", ConfigError, "does not name a version"),
+        ("3.0", ConfigError, "does not name a version"),
+        ("0/", ConfigError, "does not name a version"),
+        ("/3", ConfigError, "does not name a version"),
+        ("³", ConfigError, "does not name a version"),
+        ("abcdef0", NotFound, "does not have version abcdef0"),
+        ("../../etc", ConfigError, "does not name a version"),
     ],
 )
 def test_invalid_version_names_raise_clear_errors(
@@ -140,7 +140,7 @@ def test_versions_of_an_abandoned_lineage_are_not_resolved(run: Run) -> None:
     assert len(remaining) == 2
     store = RunVersions.read(run.directory)
     assert store.resolve("last").version == 1
-    with pytest.raises(NotFound, match=r"It holds 0, 1$"):
+    with pytest.raises(NotFound, match=r"Choose one of 0, 1$"):
         store.resolve("2")
 
 
@@ -157,7 +157,7 @@ def test_path_without_a_run_raises_an_error(tmp_path: Path, run: Run) -> None:
 def test_run_without_versions_lists_none(tmp_path: Path) -> None:
     empty = Run(tmp_path, CONFIG)
     assert run_command(["list", str(empty.directory)])["versions"] == []
-    with pytest.raises(NotFound, match="the run ended before version 0"):
+    with pytest.raises(NotFound, match="ended before version 0"):
         run_command(["pin", str(empty.directory), "last"])
 
 
@@ -167,7 +167,7 @@ def test_version_with_a_missing_chunk_is_incomplete_and_not_pinned(run: Run) -> 
     run.chunks.chunk_path(chunk).unlink()
     complete = [one.whole for one in RunVersions.read(run.directory).versions]
     assert complete == [True, False, True, True]
-    with pytest.raises(NotFound, match="not stored as a whole any more"):
+    with pytest.raises(NotFound, match="not complete any more"):
         run_command(["pin", str(run.directory), "1"])
 
 
@@ -269,7 +269,7 @@ def test_failed_export_leaves_the_version_at_the_url(run: Run, tmp_path: Path) -
 def test_only_an_export_is_replaced(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("years")
-    with pytest.raises(Refused, match="was not written by an export"):
+    with pytest.raises(Refused, match="is not the directory of an export"):
         run_command(["export", "--out", str(tmp_path / "mine"), str(run.directory), "last"])
     with pytest.raises(ConfigError, match="s3x"):
         run_command(["export", "--out", "s3x://bucket", str(run.directory), "last"])
@@ -279,7 +279,7 @@ def test_foreign_files_at_a_url_are_not_removed(run: Run, tmp_path: Path) -> Non
     foreign = tmp_path / "theirs"
     (foreign / "thesis").mkdir(parents=True)
     (foreign / "thesis/one.txt").write_text("years")
-    with pytest.raises(Refused, match="was not written by an export"):
+    with pytest.raises(Refused, match="is not the directory of an export"):
         run_command(["export", f"--out=file://{foreign}", "--", str(run.directory), "last"])
     with pytest.raises(MeshError, match="Not a directory"):
         run_command(
@@ -304,12 +304,12 @@ def test_interrupted_copy_of_another_version_is_not_resumed(run: Run, tmp_path: 
     ("out", "message"),
     [
         ("/proc/x", "cannot be read or written.*/proc/x"),
-        ("{}/file/x", "[Nn]ot a directory.*See that the path"),
+        ("{}/file/x", "[Nn]ot a directory.*Check the path"),
         ("{}/" + "x" * 300, "name too long"),
-        ("/", "takes no model"),
-        ("memory://x", "ends with the process"),
+        ("/", "is the root directory"),
+        ("memory://x", "exists only in the memory of the process"),
         ("://x", "a URL of no known scheme"),
-        ("file:///proc/x", "the place of the copy cannot be reached.*no folder can be created"),
+        ("file:///proc/x", "the target of the copy cannot be reached.*no folder can be created"),
         ("{}/mine.partial/../mine", "another process writes"),
     ],
 )
@@ -390,9 +390,9 @@ def test_imported_directory_becomes_a_run_for_jobs(
     assert all(torch.equal(state[name], t) for name, t in model(7).state_dict().items())
     with pytest.raises(Refused, match="is an import of"):
         resume_run(run, [])
-    with pytest.raises(Refused, match="is there already"):
+    with pytest.raises(Refused, match="exists already"):
         run_command(["import", *IMPORT, f"--out={run}", "--", str(source)])
-    with pytest.raises(Refused, match="is a run already"):
+    with pytest.raises(Refused, match="is a run"):
         run_command(["import", *IMPORT, "--out=x", "--", str(run)])
 
 
@@ -415,7 +415,7 @@ def test_invalid_model_directory_leaves_no_run(tmp_path: Path) -> None:
     invalid = [
         (tmp_path / "nowhere", "there is no directory"),
         (tmp_path, r"has no tokenizer\.json"),
-        (source / "config.json", "is no directory"),
+        (source / "config.json", "is not a directory"),
     ]
     shapeless = tmp_path / "shapeless"
     shutil.copytree(source, shapeless)

@@ -208,7 +208,7 @@ def test_time_sliced_instance_is_charged_its_compute_time() -> None:
     both = (make_instance("g1.0", "a", 0, turns=True), make_instance("g1.1", "b", 0, turns=True))
     by_turns = Gang("g1", ("w2",), 1, both)
     for now_s, turn_s in ((10.0, 4.0), (20.0, 5.5), (30.0, 7.0)):
-        said = {"resident": "g1.0", "job": "a", "turn_held_s": turn_s}
+        said = {"instance": "g1.0", "job": "a", "turn_held_s": turn_s}
         entry = RegistryEntry("engine/g1.0", "engine", incarnation="i", alive=True, stats=said)
         a.update_workers(replace(mesh(by_turns), entries=[entry]), "a", now_s)
         alone.update_workers(replace(mesh(BOTH), entries=[entry]), "a", now_s)
