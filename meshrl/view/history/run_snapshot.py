@@ -191,7 +191,7 @@ def _find_disk_wait(entries: Sequence[RegistryEntry]) -> str:
     """Return which process waits for disk space, or an empty text."""
     waits = ((e.name, str(w["what"])) for e in entries if e.alive for w in e.waits)
     for name, what in waits:
-        if what.startswith("room "):
+        if what.startswith(("room ", "disk space ")):
             return (
                 f"a disk is full: {name} waits for {what}. Free disk space: it continues on "
                 "its own."

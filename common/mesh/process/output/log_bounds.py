@@ -16,7 +16,7 @@ BURST_BYTES = 4 << 20  # maximum burst
 MAX_LOG_BYTES = 16 << 20  # length at which a log is rotated; one previous part is kept
 PREVIOUS_SUFFIX = ".1"  # suffix of a log's previous part
 COPY_BYTES = 1 << 20
-NOTICE = re.compile(rb"\[meshrl: this log goes on from \S+; (\d+) bytes before that were deleted\]")
+NOTICE = re.compile(rb"\[meshrl: this log continues \S+; (\d+) earlier bytes were deleted\]")
 
 
 class LogBudget:

@@ -175,7 +175,7 @@ async def test_host_cannot_impersonate_a_service_without_its_key(
     assert parse_endpoint(engine.transport.address) in message
     entry.name, entry.host, entry.incarnation = f"node/{HEAD}", JOINED, "another"
     await registry.register(state, entry, 600_000)
-    with pytest.raises(HandshakeFailed, match=f"not of node@{JOINED}"):
+    with pytest.raises(HandshakeFailed, match=f"not to node@{JOINED}"):
         await call_until_refused(rollout.ref(f"node/{HEAD}"), Talk.echo, HELLO)
 
 
