@@ -362,7 +362,7 @@ async def follow_versions(
             mesh.telemetry.log.warning("weights", error=str(error))
             patience.record_failure(error)
         try:
-            async with mesh.clock.timeout(poll_s, "a hint"):
+            async with mesh.clock.timeout(poll_s, "waiting for a hint"):
                 await weights.change_event.wait()
         except MeshError:
             continue

@@ -290,7 +290,7 @@ class EngineService(Actor):
 
     def _reject(self, ids: list[int], error: Refused) -> None:
         """End requests that the engine cannot serve as aborted, and log the reason."""
-        self.mesh.telemetry.log.error("requests refused", error=str(error))
+        self.mesh.telemetry.log.error("requests rejected", error=str(error))
         self.shard_streams.reject(ids)
 
     @cast(Engine.abort)

@@ -19,27 +19,39 @@ from meshrl.services.node.worker import add_budget_options, add_market_option
 
 
 async def main(args: argparse.Namespace) -> None:
+    """Open the mesh as `node/<host>` and serve until cancelled; raise ConfigError for a bad
+    `--role-command`.
+    """
     settings = MeshSettings.from_env()
     override_commands(args.role_command)  # validated once here, not by every worker
     await serve(await Mesh.open(f"node/{settings.host}", "node", settings), args)
 
 
 async def serve(mesh: Mesh, args: argparse.Namespace) -> None:
-    found = await discover_accelerators(mesh.host, args.device, args.workers, args.emulate)
+    """Run the agent until cancelled; then stop the host's processes and leave the mesh."""
+    discovered = await discover_accelerators(mesh.host, args.device, args.workers, args.emulate)
     accelerators = [
-        replace(one, memory_bytes=args.accelerator_bytes or one.memory_bytes) for one in found
+        replace(accelerator, memory_bytes=args.accelerator_bytes or accelerator.memory_bytes)
+        for accelerator in discovered
     ]
-    options = ["--orphan-s", str(args.orphan_s), "--market", args.market]
-    options += ["--memory-bytes", str(args.memory_bytes), "--disk-bytes", str(args.disk_bytes)]
+    worker_options = ["--orphan-s", str(args.orphan_s), "--market", args.market]
+    worker_options += [
+        "--memory-bytes",
+        str(args.memory_bytes),
+        "--disk-bytes",
+        str(args.disk_bytes),
+    ]
     for command in args.role_command:
-        options += ["--role-command", command]
-    orphan = ["--orphan-s", str(args.orphan_s)]
-    agent = NodeAgent(mesh, accelerators, options, args.worker_prefix, orphan, args.services)
+        worker_options += ["--role-command", command]
+    service_options = ["--orphan-s", str(args.orphan_s)]
+    agent = NodeAgent(
+        mesh, accelerators, worker_options, args.worker_prefix, service_options, args.services
+    )
     bulk = chunk_cache.serve_cache(mesh)
 
     def stats() -> dict[str, Any]:
-        found = replace(agent.stats(), bulk_sent=None if bulk is None else bulk.sent_bytes)
-        return found.encode() | agent.gpus.stats()
+        discovered = replace(agent.stats(), bulk_sent=None if bulk is None else bulk.sent_bytes)
+        return discovered.encode() | agent.gpus.stats()
 
     try:
         await mesh.join(agent, stats=stats, bulk_address="" if bulk is None else bulk.address)
@@ -53,23 +65,23 @@ async def serve(mesh: Mesh, args: argparse.Namespace) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__)
-    found.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
         "--workers", type=int, default=0, help="number of workers; 0 with cuda: one per GPU"
     )
-    found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    found.add_argument(
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
         "--worker-prefix",
         default="w",
         help="prefix of worker names, unique to this host in the mesh",
     )
-    found.add_argument(
+    parser.add_argument(
         "--services",
         type=parse_services,
         default=ALL_SERVICES,
         help="services that may be placed on this host, or none",
     )
-    found.add_argument(
+    parser.add_argument(
         "--emulate",
         "--stand-for",  # the old name
         type=lambda text: [kind for kind in text.split(",") if kind],
@@ -78,9 +90,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="accelerators that the first CPU slots emulate, at the speed that a job declares; "
         "also in $MESHRL_EMULATED_ACCELERATORS",
     )
-    add_market_option(found)
-    add_budget_options(found)
-    found.add_argument(
+    add_market_option(parser)
+    add_budget_options(parser)
+    parser.add_argument(
         "--role-command",
         action="append",
         default=os.environ.get("MESHRL_ROLE_COMMANDS", "").splitlines(),
@@ -89,13 +101,13 @@ def build_parser() -> argparse.ArgumentParser:
         "options of common/state/pool/workers/placement.py; also in $MESHRL_ROLE_COMMANDS, one "
         "a line",
     )
-    found.add_argument(
+    parser.add_argument(
         "--orphan-s",
         type=float,
         default=ORPHAN_TIMEOUT_S,
         help="seconds after which workers without an agent exit",
     )
-    return found
+    return parser
 
 
 if __name__ == "__main__":

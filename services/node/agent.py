@@ -56,17 +56,21 @@ class HostLogFiles:
         self._directory = directory
 
     def list_files(self) -> list[LogFile]:
-        found = []
+        """List the logs with their sizes in bytes and modification times, without rotated parts."""
+        files = []
         for path in sorted(self._directory.glob(f"*{LOG_SUFFIX}")):
-            about = path.stat()
-            found.append(LogFile(path.stem, about.st_size, about.st_mtime))
-        return found
+            status = path.stat()
+            files.append(LogFile(path.stem, status.st_size, status.st_mtime))
+        return files
 
     def read(self, name: str, offset: int, max_bytes: int) -> LogPart:
-        """Return a part of a log file, cut at line ends where it holds a whole line.
+        """Return a part of a log file as text, and the offset where the next part starts.
+
+        A part from a non-negative offset ends at its last line end, if it contains any.
 
         Args:
             offset: First byte; below 0, that many bytes before the end of the file.
+            max_bytes: Most bytes of the part; larger values are lowered to MAX_READ_BYTES.
 
         Raises:
             NotFound: There is no such file.
@@ -78,11 +82,11 @@ class HostLogFiles:
             start = max(0, size + offset) if offset < 0 else min(offset, size)
             file.seek(start)
             content = file.read(max(0, min(max_bytes, MAX_READ_BYTES)))
-        whole = content if offset < 0 else content[: content.rfind(b"\n") + 1] or content
-        return LogPart(whole.decode(errors="replace"), start + len(whole), size)
+        part = content if offset < 0 else content[: content.rfind(b"\n") + 1] or content
+        return LogPart(part.decode(errors="replace"), start + len(part), size)
 
-    def truncate_oversized(self) -> None:
-        """Truncate log files that are too long, whichever process writes to them."""
+    def rotate_oversized(self) -> None:
+        """Rotate logs above 16 MiB, whichever process writes to them; one previous part stays."""
         for path in self._directory.glob(f"*{LOG_SUFFIX}"):
             rotate_file_if_long(path)
 
@@ -95,7 +99,7 @@ LATENCY_SAMPLES = 3  # the shortest of so many round trips is the most accurate
 
 
 class HostLoadSampler:
-    """Load statistics of the host, as of the last sample; the processors' need two samples."""
+    """Load statistics of the host at the last sample; `busy_cores` needs two samples."""
 
     def __init__(self, mesh: Mesh, directory: Path) -> None:
         """Create a sampler; `directory` is on the disk whose free space is reported."""
@@ -104,31 +108,41 @@ class HostLoadSampler:
         self.stats = HostLoadStats()
 
     async def run(self) -> None:
+        """Sample every LOAD_POLL_S seconds until cancelled."""
         while True:
             self.sample()
             await self._mesh.clock.sleep(LOAD_POLL_S)
 
     def sample(self) -> None:
-        now, (number, busy_s) = self._mesh.clock.monotonic(), self._mesh.host.measure_processors()
+        """Update `stats`; `busy_cores` is the mean of the last WINDOW_S seconds."""
+        now, (processors, busy_s) = (
+            self._mesh.clock.monotonic(),
+            self._mesh.host.measure_processors(),
+        )
         self._samples.append((now, busy_s))
         while len(self._samples) > 2 and self._samples[1][0] <= now - WINDOW_S:
             self._samples.popleft()
-        since, before_s = self._samples[0]
-        room = self._mesh.host.measure_free_space(self._directory)
-        self.stats = HostLoadStats(room.memory_bytes, room.disk_bytes)
-        if number and now > since:
-            busy = (busy_s - before_s) / (now - since)
-            self.stats = replace(self.stats, cores=number, busy_cores=round(min(busy, number), 2))
+        window_start, earlier_busy_s = self._samples[0]
+        free_space = self._mesh.host.measure_free_space(self._directory)
+        self.stats = HostLoadStats(free_space.memory_bytes, free_space.disk_bytes)
+        if processors and now > window_start:
+            busy_cores = (busy_s - earlier_busy_s) / (now - window_start)
+            self.stats = replace(
+                self.stats, cores=processors, busy_cores=round(min(busy_cores, processors), 2)
+            )
 
 
 class HeadLatencySampler:
-    """Round trip to the head and clock offset, as of the last sample; empty before the first."""
+    """Round-trip time to the head and clock offset at the last sample; empty without a reply."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self.stats = HeadLatencyStats()
 
     async def run(self) -> None:
+        """Measure every LATENCY_POLL_S seconds until cancelled; without a reply the figures are
+        empty.
+        """
         while True:
             try:
                 async with self._mesh.clock.timeout(
@@ -141,15 +155,15 @@ class HeadLatencySampler:
             await self._mesh.clock.sleep(LATENCY_POLL_S)
 
     async def _measure(self) -> tuple[float, float]:
-        """Return the round trip and this host's clock lead, in seconds.
+        """Return the round-trip time and how far this host's clock is ahead, both in milliseconds.
 
         The offset assumes that Redis reads its clock in the middle of the round trip.
         """
         clock = self._mesh.clock
-        before = clock.monotonic()
-        theirs = await read_server_time_ms(self._mesh.state)
-        trip_ms = 1000 * (clock.monotonic() - before)
-        return trip_ms, 1000 * clock.wall() - trip_ms / 2 - theirs
+        sent_at = clock.monotonic()
+        server_time_ms = await read_server_time_ms(self._mesh.state)
+        trip_ms = 1000 * (clock.monotonic() - sent_at)
+        return trip_ms, 1000 * clock.wall() - trip_ms / 2 - server_time_ms
 
 
 T = TypeVar("T")
@@ -170,6 +184,8 @@ def worker_command_words(name: str) -> list[str]:
 
 
 class NodeAgent(Actor, SupervisorHooks):
+    """Actor of a host's agent, which supervises the host's workers and services."""
+
     interface = Node
 
     def __init__(
@@ -214,14 +230,14 @@ class NodeAgent(Actor, SupervisorHooks):
         self._log_truncation: Stoppable | None = None
 
     def stats(self) -> NodeStats:
-        load, distance = self._load.stats, self._latency.stats
+        load, latency = self._load.stats, self._latency.stats
         return NodeStats(
             memory_left_bytes=load.memory_left_bytes,
             disk_left_bytes=load.disk_left_bytes,
             cores=load.cores,
             busy_cores=load.busy_cores,
-            redis_round_trip_ms=distance.redis_round_trip_ms,
-            clock_ahead_ms=distance.clock_ahead_ms,
+            redis_round_trip_ms=latency.redis_round_trip_ms,
+            clock_ahead_ms=latency.clock_ahead_ms,
             workers=len(self._supervisor.children),
             adopted=len(self._adopted),
             services=len(self.services.children),
@@ -232,6 +248,7 @@ class NodeAgent(Actor, SupervisorHooks):
 
     @cast(Node.notify_change)
     def notify_change(self, m: ChangeHint) -> None:
+        """Read the record of this host's services now instead of at the next poll."""
         self.services.notify_change()
 
     @call(Node.list_logs)
@@ -246,9 +263,10 @@ class NodeAgent(Actor, SupervisorHooks):
         return await self._mesh.host.run_blocking(work, *args, deadline_s=LOG_READ_TIMEOUT_S)
 
     async def start(self) -> None:
+        """Start the workers and the agent's background tasks; adopt processes that already run."""
         running = await self._pid_file.find_running(["worker"])
-        for place, accelerator in enumerate(self._accelerators):
-            spec = self._build_child_spec(f"{self._prefix}{place}", accelerator)
+        for index, accelerator in enumerate(self._accelerators):
+            spec = self._build_child_spec(f"{self._prefix}{index}", accelerator)
             if (adopted := running.get(spec.name)) is not None:
                 self._adopted.add(spec.name)
             await self._supervisor.add(spec, adopted=adopted)
@@ -261,14 +279,15 @@ class NodeAgent(Actor, SupervisorHooks):
         self._spawn_task(self._host_isolation.run())
         self._spawn_task(self.gpus.run())
         self._log_truncation = self._mesh.host.run_periodically(
-            LOG_TRUNCATE_INTERVAL_S, self._log_files.truncate_oversized, "bound logs"
+            LOG_TRUNCATE_INTERVAL_S, self._log_files.rotate_oversized, "bound logs"
         )
 
     async def shut_down(self) -> None:
-        """Remove the host from the mesh and stop all that it started, shards first, as they use the
-        rest.
+        """Stop the background tasks and all processes that the agent supervises, and delete the pid
+        file.
 
-        A killed agent leaves its processes running.
+        Shards stop first, as they use the others. The caller leaves the mesh afterwards. A killed
+        agent leaves its processes running.
         """
         for task in self._tasks:
             task.cancel()
@@ -285,14 +304,14 @@ class NodeAgent(Actor, SupervisorHooks):
     def _build_child_spec(self, worker: str, accelerator: WorkerAccelerator) -> ChildSpec:
         name = worker_name(worker)
         module = [sys.executable, "-m", *worker_command_words(name)]
-        place = ["--accelerator", accelerator.name]
+        accelerator_options = ["--accelerator", accelerator.name]
         if accelerator.device is not None:
-            place += ["--gpu", accelerator.device.uuid]
+            accelerator_options += ["--gpu", accelerator.device.uuid]
         if accelerator.memory_bytes:
-            place += ["--accelerator-bytes", str(accelerator.memory_bytes)]
+            accelerator_options += ["--accelerator-bytes", str(accelerator.memory_bytes)]
         return ChildSpec(
             name,
-            [*module, *place, *self._options],
+            [*module, *accelerator_options, *self._options],
             env=accelerator.env,
             log=self._log_path(name),
             budget=RESTART_BUDGET,
@@ -309,40 +328,45 @@ class NodeAgent(Actor, SupervisorHooks):
         task.add_done_callback(self._tasks.discard)
 
     async def _append_event(self, kind: str, fields: dict[str, Any]) -> None:
+        """Append an event, or drop it if Redis does not answer within EVENT_TIMEOUT_S."""
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
-            async with self._mesh.clock.timeout(EVENT_TIMEOUT_S, "an event"):
+            async with self._mesh.clock.timeout(EVENT_TIMEOUT_S, "appending an event"):
                 await events.append(self._mesh.state, kind, fields)
 
     # Supervisor hooks
 
     async def on_start(self, child: ChildProcess) -> None:
+        """Write the pid file and append an event."""
         self._pid_file.write(self._supervisor.children.values())
         how = "adopted" if child.name in self._adopted else "started"
         await self._append_event("worker_up", {"name": child.name, "pid": child.pid, "how": how})
 
     async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
+        """Free the worker's registry name, and report an exit that the agent did not request."""
         self._adopted.discard(child.name)
-        await self._pid_file.evict_leases(child, self.leases)
+        await self._pid_file.free_name(child, self.leases)
         if not child_exit.is_requested:
-            told = ExitReport(
+            report = ExitReport(
                 child.name,
                 child_exit.code,
                 child_exit.why,
                 child_exit.failure,
                 final=child_exit.final,
             )
-            await self._exit_reports.report(replace(told, log=str(self._log_path(child.name))))
+            await self._exit_reports.report(replace(report, log=str(self._log_path(child.name))))
 
     def has_lease_expired(self, child: ChildProcess) -> bool:
+        """Return True if a worker's lease expired long ago, so that it is killed."""
         return self.leases.has_expired(child)
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
+        """Report a worker that used up its restarts, and start it again after TRY_AGAIN_S."""
         await self._append_event("worker_gave_up", {"name": spec.name, "why": why})
         self._mesh.telemetry.log.error("worker exits repeatedly", name=spec.name, why=why)
         self._spawn_task(self._retry_start(spec))
 
     async def _retry_start(self, spec: ChildSpec) -> None:
-        """Start a child again after a pause, and repeat until this host can."""
+        """Start a child after a pause; repeat while the host lacks processes, memory or disk."""
         await self._supervisor.remove(spec.name, 0.0)
         while True:
             await self._mesh.clock.sleep(TRY_AGAIN_S)

@@ -22,40 +22,48 @@ BEST_HOST_TIER = "bwrap"  # of a host's own: missing control groups are no trans
 
 
 class HostIsolation:
-    """Isolation tiers as far as they are detected; None where no sandbox needs them."""
+    """Isolation tiers detected so far; `tiers` has PROBING while probes run, and is None without
+    sandboxes.
+    """
 
     def __init__(self, mesh: Mesh, accepted_services: Collection[str]) -> None:
         self._mesh = mesh
-        asked = mesh.settings.joinable and SERVICE_NAMES["sandbox"] in accepted_services
-        self.tiers: list[str] | None = [PROBING] if asked else None
+        runs_sandboxes = mesh.settings.joinable and SERVICE_NAMES["sandbox"] in accepted_services
+        self.tiers: list[str] | None = [PROBING] if runs_sandboxes else None
 
     async def run(self) -> None:
-        """Detect the tiers, and again while more may become available.
+        """Probe the tiers until the best one is found, and publish them in `tiers`.
 
-        A detected tier stays: a probe that fails later takes no sandbox away.
+        A detected tier stays: a later probe that fails removes none. Return at once if no sandbox
+        may be placed here.
         """
-        had: tuple[str, ...] = ()
-        tries = 0
+        detected: tuple[str, ...] = ()
+        probe_count = 0
         while self.tiers is not None:
             try:
                 run = self._mesh.host.run_blocking
-                found = await run(isolation_probe.probe_tiers, deadline_s=PROBE_TIMEOUT_S)
+                probed = await run(isolation_probe.probe_tiers, deadline_s=PROBE_TIMEOUT_S)
             except DeadlineExceeded:
-                found = isolation_probe.IsolationTiers((), is_conclusive=False, is_finished=False)
-            tiers = {*had, *found.tiers}
-            own = [tier for tier in TIER_ORDER if tier in tiers and tier != RUNNER]
-            had = (*own[-1:], *({RUNNER} & tiers))  # the best of the host's own, and `runner`
-            tries += 1
-            trying = not found.is_finished or (not found.is_conclusive and tries < TRIES)
-            told = [*had, PROBING] if trying else list(had)
-            if told != self.tiers:
-                self.tiers = told
-                self._mesh.telemetry.log.info("isolation", tiers=told)
-            if found.is_conclusive and has_sufficient_tier(had, BEST_HOST_TIER):
+                probed = isolation_probe.IsolationTiers((), is_conclusive=False, is_finished=False)
+            tiers = {*detected, *probed.tiers}
+            host_tiers = [tier for tier in TIER_ORDER if tier in tiers and tier != RUNNER]
+            detected = (
+                *host_tiers[-1:],
+                *({RUNNER} & tiers),
+            )  # the best of the host's own, and `runner`
+            probe_count += 1
+            is_incomplete = not probed.is_finished or (
+                not probed.is_conclusive and probe_count < TRIES
+            )
+            published = [*detected, PROBING] if is_incomplete else list(detected)
+            if published != self.tiers:
+                self.tiers = published
+                self._mesh.telemetry.log.info("isolation", tiers=published)
+            if probed.is_conclusive and has_sufficient_tier(detected, BEST_HOST_TIER):
                 return
-            if found.is_finished and trying:
+            if probed.is_finished and is_incomplete:
                 await self._mesh.clock.sleep(PENDING_REPROBE_S)
             else:
                 await self._mesh.clock.sleep(
-                    STABLE_REPROBE_S if found.is_conclusive and had else REPROBE_S
+                    STABLE_REPROBE_S if probed.is_conclusive and detected else REPROBE_S
                 )

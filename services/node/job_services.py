@@ -62,7 +62,10 @@ class SandboxCode:
         self._last_document_poll = float("-inf")  # for changed documents
 
     def ensure_local(self, name: str) -> bool:
-        """Return whether a sandbox's code is local; a shard fetches its own code."""
+        """Return True if a sandbox's code is local; otherwise start to fetch it.
+
+        `on_change` is called once it is there. A shard fetches its own code, so the result is True.
+        """
         if process_names.parse_service_name(name)[0] != "sandbox" or name in self._local_bundles:
             return True
         if name not in self._fetches:
@@ -72,7 +75,7 @@ class SandboxCode:
         return False
 
     def command_options(self, name: str) -> list[str]:
-        """Return the options of a service that starts.
+        """Return the options that name the code which a sandbox may load; none for a shard.
 
         A joined host can have any shard's key, so a sandbox trusts no shard for the code that it
         imports and runs.
@@ -82,38 +85,40 @@ class SandboxCode:
         return ["--load", self._load_digests.get(name, NO_DIGEST)]
 
     async def record_adopted(self, name: str) -> None:
-        """Read which code a running sandbox may load when it is started again."""
+        """Record, from the job's row in Redis, which code an adopted sandbox may load."""
         if process_names.parse_service_name(name)[0] == "sandbox":
             job = process_names.parse_service_name(name)[1]
             with contextlib.suppress(NotFound):  # no longer desired either
                 row = await retry(self._mesh.clock, lambda: jobs.read_job(self._mesh.state, job))
-                self._load_digests[name] = _load_digest(row)
+                self._load_digests[name] = _compute_load_digest(row)
 
     async def find_outdated(self, running: Collection[str]) -> list[str]:
-        """Return running sandboxes whose job's document has changed, as it does on a resume.
+        """Return each running sandbox once after its job's document changes, as on a resume.
 
-        The check runs now and then. Such sandboxes load the new document once they are started
-        again.
+        The caller restarts them with the new document. Redis is read at most every DOCUMENT_POLL_S
+        seconds; between these reads the result is empty.
         """
         now = self._mesh.clock.monotonic()
         if now < self._last_document_poll + DOCUMENT_POLL_S:
             return []
-        found = {}
+        digests = {}
         for name in sorted(running):
             if process_names.parse_service_name(name)[0] == "sandbox":
                 with contextlib.suppress(NotFound):  # no longer desired either
-                    found[name] = _load_digest(
+                    digests[name] = _compute_load_digest(
                         await jobs.read_job(
                             self._mesh.state, process_names.parse_service_name(name)[1]
                         )
                     )
-        changed = [name for name, digest in found.items() if self._load_digests.get(name) != digest]
+        changed = [
+            name for name, digest in digests.items() if self._load_digests.get(name) != digest
+        ]
         self._last_document_poll = now
-        self._load_digests.update(found)
+        self._load_digests.update(digests)
         return changed
 
     def release_others(self, desired: Collection[str]) -> None:
-        """Release the code of sandboxes that are no longer desired."""
+        """Release the code of sandboxes that are no longer desired, and cancel its fetches."""
         for name in self._fetches.keys() - set(desired):
             self._fetches.pop(name).cancel()
         for name in self._load_digests.keys() - set(desired):
@@ -123,6 +128,7 @@ class SandboxCode:
                 release_bundle(directory)
 
     def stop(self) -> None:
+        """Release all code, and cancel all fetches."""
         self.release_others(())
 
     async def _fetch_with_retry(self, name: str) -> None:
@@ -149,10 +155,10 @@ class SandboxCode:
             return
         if not (await is_run_host(mesh) or await is_on_run_host(mesh, Path(row.run_dir))):
             directory = await fetch_bundle(mesh, row, [MODULES])
-        self._load_digests[name], self._local_bundles[name] = _load_digest(row), directory
+        self._load_digests[name], self._local_bundles[name] = _compute_load_digest(row), directory
 
 
-def _load_digest(row: jobs.JobRow) -> str:
+def _compute_load_digest(row: jobs.JobRow) -> str:
     return sandbox_request.compute_request_digest(
         sandbox_request.build_load_request(JobData.from_document(row.id, row.document, row.run_dir))
     )
@@ -178,10 +184,11 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
 
 
 def service_command(name: str, options: Sequence[str]) -> list[str]:
+    """Return the command line of a service: its module, its name and `options`."""
     kind, job, number = process_names.parse_service_name(name)
     module = [sys.executable, "-m", f"meshrl.services.{kind}"]
-    about = ["--name", name] if kind == "sandbox" else ["--job", job, "--shard", str(number)]
-    return [*module, *about, *options]
+    identity = ["--name", name] if kind == "sandbox" else ["--job", job, "--shard", str(number)]
+    return [*module, *identity, *options]
 
 
 def service_command_words(name: str) -> list[str]:
@@ -190,6 +197,8 @@ def service_command_words(name: str) -> list[str]:
 
 
 class JobServices(SupervisorHooks):
+    """Supervisor of the shards and sandboxes that the planner places on this host."""
+
     def __init__(self, mesh: Mesh, root: Path, leases: LeaseWatch, options: Sequence[str]) -> None:
         self._mesh, self._root, self._leases, self._options = mesh, root, leases, options
         self._pid_file = PidFile(
@@ -233,12 +242,15 @@ class JobServices(SupervisorHooks):
             with contextlib.suppress(StateUnavailable, DeadlineExceeded):
                 await self._reconcile(await pool.read_host_services(mesh.state, mesh.settings.host))
             with contextlib.suppress(DeadlineExceeded):
-                async with mesh.clock.timeout(POLL_S, "a hint"):
+                async with mesh.clock.timeout(POLL_S, "waiting for a hint"):
                     await self._wakeup.wait()
             self._wakeup.clear()
 
     async def stop(self, kind: str = "") -> None:
-        """Stop all services, or those of one kind, concurrently."""
+        """Stop all services, or those of one kind (`rollout`, `sandbox`), concurrently.
+
+        Without a kind, also drop unsent exit reports, release code and delete the pid file.
+        """
         if not kind:
             self._exit_reports.stop()
         for name in sorted(self._supervised):
@@ -251,6 +263,9 @@ class JobServices(SupervisorHooks):
             self._pid_file.remove()
 
     async def _reconcile(self, desired: tuple[str, ...]) -> None:
+        """Stop services that are not desired or have outdated code; start missing ones that are
+        due.
+        """
         for name in self._supervised - set(desired):
             self._begin_stop(name)
         for name in self._not_before.keys() - set(desired):
@@ -260,25 +275,25 @@ class JobServices(SupervisorHooks):
         for name in await self._sandbox_code.find_outdated(self._supervised):
             self._begin_stop(name)
         for name in desired:
-            free = name not in self._supervised and name not in self._stopping
-            due = free and self._mesh.clock.monotonic() >= self._not_before.get(name, 0.0)
-            if not due or not self._sandbox_code.ensure_local(name):
+            is_stopped = name not in self._supervised and name not in self._stopping
+            is_due = is_stopped and self._mesh.clock.monotonic() >= self._not_before.get(name, 0.0)
+            if not is_due or not self._sandbox_code.ensure_local(name):
                 continue
             try:
                 await self._supervisor.add(self._build_child_spec(name))
                 self._supervised.add(name)
             except OSError as error:  # no process, memory or log available now
                 self._not_before[name] = self._mesh.clock.monotonic() + TRY_AGAIN_S
-                end = ChildExit(
+                child_exit = ChildExit(
                     START_FAILED_STATUS, "the process cannot be started", Failure.from_error(error)
                 )
-                await self._report_exit(name, end)
+                await self._report_exit(name, child_exit)
 
     def _begin_stop(self, name: str) -> None:
-        """Stop a service in a task of its own, so that a slow end delays no other."""
+        """Stop a service in a separate task, so that a slow exit delays no other service."""
         self._supervised.discard(name)
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def on_done(task: asyncio.Task[None]) -> None:
             self._stopping.pop(name, None)
             if not task.cancelled():
                 task.result()
@@ -286,7 +301,7 @@ class JobServices(SupervisorHooks):
 
         task = asyncio.create_task(self._supervisor.remove(name, GRACE_S), name=f"end {name}")
         self._stopping[name] = task
-        task.add_done_callback(ended)
+        task.add_done_callback(on_done)
 
     def _build_child_spec(self, name: str) -> ChildSpec:
         return ChildSpec(
@@ -301,11 +316,13 @@ class JobServices(SupervisorHooks):
         )
 
     def _has_current_code(self, child: ChildProcess, argv: list[str]) -> bool:
-        """Return whether a process that is a sandbox has the code options of this command line."""
-        said = argv[2 : len(argv) - len(self._options)]
+        """Return False if a process is a sandbox that was started with other code options."""
+        command_words = argv[2 : len(argv) - len(self._options)]
         process = child.pid, child.start_time
-        sandbox = process_names.parse_service_name(child.name)[0] == "sandbox"
-        return not sandbox or bool(self._mesh.host.adopt(*process, name=child.name, program=said))
+        is_sandbox = process_names.parse_service_name(child.name)[0] == "sandbox"
+        return not is_sandbox or bool(
+            self._mesh.host.adopt(*process, name=child.name, program=command_words)
+        )
 
     def _log_path(self, name: str) -> Path:
         return self._root / "logs" / (name.replace("/", "-") + ".log")
@@ -313,10 +330,12 @@ class JobServices(SupervisorHooks):
     # Supervisor hooks
 
     async def on_start(self, child: ChildProcess) -> None:
+        """Write the pid file."""
         self._pid_file.write(self._supervisor.children.values())
 
     async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
-        await self._pid_file.evict_leases(child, self._leases)
+        """Free the service's registry name, and report an exit with an error."""
+        await self._pid_file.free_name(child, self._leases)
         if not child_exit.is_requested and child_exit.code:
             self._succeeded.discard(child.name)
             await self._report_exit(child.name, child_exit)
@@ -324,8 +343,8 @@ class JobServices(SupervisorHooks):
             self._succeeded.add(child.name)
 
     async def _report_exit(self, name: str, child_exit: ChildExit) -> None:
-        """Report an exit. An error that no restart repairs, or one that always recurs, ends the
-        job.
+        """Report an exit to Redis, which fails the job if a restart cannot help or the error
+        recurs.
         """
         job, log = process_names.parse_service_name(name)[1], str(self._log_path(name))
         report = ExitReport(
@@ -340,13 +359,17 @@ class JobServices(SupervisorHooks):
         await self._exit_reports.report(replace(report, run_time_s=child_exit.run_time_s))
 
     def has_lease_expired(self, child: ChildProcess) -> bool:
+        """Return True if a service's lease expired long ago, so that it is killed."""
         return self._leases.has_expired(child)
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
-        """Retry after the restart budget: each exit is charged to the job, which fails by them."""
-        again_s = RESTART_AFTER_SUCCESS_S if spec.name in self._succeeded else TRY_AGAIN_S
+        """Start a service again later: after a clean exit, or when its restarts are used up.
+
+        The service repeats until the reports of its exits have failed the job.
+        """
+        pause_s = RESTART_AFTER_SUCCESS_S if spec.name in self._succeeded else TRY_AGAIN_S
         self._mesh.telemetry.log.info(
-            "a service does not run", name=spec.name, why=why, for_s=again_s
+            "a service does not run", name=spec.name, why=why, for_s=pause_s
         )
-        self._not_before[spec.name] = self._mesh.clock.monotonic() + again_s
+        self._not_before[spec.name] = self._mesh.clock.monotonic() + pause_s
         self._begin_stop(spec.name)

@@ -23,18 +23,21 @@ IO_S = 600.0
 
 
 async def sweep_forever(mesh: Mesh) -> None:
+    """Sweep every hour until cancelled; log errors."""
     while True:
         try:
             await sweep(mesh)
         except (MeshError, OSError) as error:
-            mesh.telemetry.log.warning("old runs", error=str(error))
+            mesh.telemetry.log.warning("old runs could not be removed", error=str(error))
         await mesh.clock.sleep(SWEEP_S)
 
 
 async def sweep(mesh: Mesh) -> None:
-    """Remove the directories of jobs that have ended, or were started again from the beginning.
+    """Delete KV tiers of killed engines, leftovers, and files of jobs that are over or started
+    again.
 
-    Never on a run host: there the directories are the runs themselves.
+    Files of a job that Redis does not know are deleted UNKNOWN_JOB_TTL_S seconds after their last
+    change. On a run host only KV tiers and leftovers are deleted: its directories are the runs.
     """
     run, root = mesh.host.run_blocking, Path(mesh.settings.run_root)
     await run(job_files.remove_leftovers, root / job_files.BUNDLES_FOLDER, deadline_s=IO_S)
@@ -45,15 +48,15 @@ async def sweep(mesh: Mesh) -> None:
     for directory in await run(
         _list_run_directories, root / job_files.RUNS_FOLDER, deadline_s=IO_S
     ):
-        job, since = directory.parent.name, directory.name
+        job, created_ms = directory.parent.name, directory.name
         try:
             row = await jobs.read_job(mesh.state, job)
-            over = row.is_terminal or str(row.created_ms) != since
+            is_over = row.is_terminal or str(row.created_ms) != created_ms
         except NotFound:
-            over = (
+            is_over = (
                 await run(_age_s, directory, mesh.clock.wall(), deadline_s=IO_S) > UNKNOWN_JOB_TTL_S
             )
-        if over:
+        if is_over:
             mesh.telemetry.log.info("removed", directory=str(directory))
             await run(_remove, directory, deadline_s=IO_S)
 
@@ -64,11 +67,13 @@ def _list_run_directories(runs: Path) -> list[Path]:
 
 
 def _age_s(directory: Path, now_s: float) -> float:
+    """Return the seconds since the last change of a directory or of a file in it."""
     times = [path.stat().st_mtime for path in (directory, *directory.rglob("*"))]
     return now_s - max(times)
 
 
 def _remove(directory: Path) -> None:
+    """Delete a run directory, and its job's directory if that is empty then."""
     shutil.rmtree(directory, ignore_errors=True)
     if not any(directory.parent.iterdir()):
         directory.parent.rmdir()

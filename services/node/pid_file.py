@@ -38,46 +38,55 @@ class PidFile:
     def read(self) -> ProcessTable:
         """Return the table that was written last; empty without a file."""
         try:
-            notes = json.loads(self._path.read_bytes())
+            document = json.loads(self._path.read_bytes())
         except FileNotFoundError:
             return {}
-        return {name: (int(pid), int(start)) for name, (pid, start) in notes.items()}
+        return {name: (int(pid), int(start)) for name, (pid, start) in document.items()}
 
     def write(self, children: Iterable[ChildProcess]) -> None:
-        notes = {child.name: (child.pid, child.start_time) for child in children}
+        """Replace the file with the pids and start times of these processes, atomically."""
+        document = {child.name: (child.pid, child.start_time) for child in children}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._mesh.host.replace_file(self._path, json.dumps(notes).encode())
+        self._mesh.host.replace_file(self._path, json.dumps(document).encode())
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
     async def find_running(self, kinds: Iterable[str]) -> dict[str, ChildProcess]:
-        """Return the running processes by name: those on file, and registered ones of these kinds.
+        """Return the processes that still run, by name: those on file, and registered ones of these
+        kinds.
 
-        The registry covers for a full disk, which records nothing.
+        The registry covers processes that a full disk kept out of the file. Retries while Redis is
+        unavailable.
         """
-        mesh, wanted = self._mesh, set(kinds)
+        mesh, kind_names = self._mesh, set(kinds)
         entries = await retry(mesh.clock, lambda: registry.list_entries(mesh.state))
         registered = (
-            self._adopt_entry(entry) for entry in entries if entry.name.partition("/")[0] in wanted
+            self._adopt_entry(entry)
+            for entry in entries
+            if entry.name.partition("/")[0] in kind_names
         )
-        found = {child.name: child for child in registered if child is not None}
+        running = {child.name: child for child in registered if child is not None}
         for name, process in self.read().items():  # the file takes precedence
             if (child := mesh.host.adopt(*process, name=name)) is not None:
-                found[name] = child
-        return found
+                running[name] = child
+        return running
 
-    async def evict_leases(self, child: ChildProcess, leases: LeaseWatch) -> None:
-        """Remove an exited process from the registry, and any unwatched process of its name."""
+    async def free_name(self, child: ChildProcess, leases: LeaseWatch) -> None:
+        """Free the registry name of an exited process; kill an unrecorded process that holds the
+        name.
+        """
         await leases.evict(child)
         if (unwatched := await self.kill_unrecorded(child.name)) is not None:
             await leases.evict(unwatched)
 
     async def kill_unrecorded(self, name: str) -> ChildProcess | None:
-        """Kill the process that holds this name but is on no record.
+        """Kill the process that is registered here under this name, and return it; None if there is
+        none.
 
-        It was started when the pid file could not be written, and registered after its agent was
-        replaced by this one.
+        Call it only after the recorded process has exited. The killed process was started when the
+        pid file could not be written, and registered after its agent was replaced by this one. If
+        Redis does not answer within LOOKUP_TIMEOUT_S, nothing is killed.
         """
         mesh = self._mesh
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):

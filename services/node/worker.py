@@ -49,7 +49,7 @@ LEAVE_TIMEOUT_S = 3.0  # to release the name
 
 
 class GangWorker(SliceCallsMixin, SegmentCallsMixin):
-    """Worker of a gang; `row` is its record at joining, and later decisions come from Redis."""
+    """Actor of a worker; `row` is its record at joining, and later state comes from Redis."""
 
     interface = Worker
 
@@ -62,18 +62,18 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
         self.instances = WorkerInstances(
             context,
             self._invalidate_record,
-            lambda resident: self.slice_scheduler.instance_exited(resident),
+            lambda instance: self.slice_scheduler.release_instance(instance),
         )
         self.slice_scheduler = SliceScheduler(mesh, row.id, self.instances.kill)
         self.segments = context.segments
 
     def stats(self) -> WorkerStats:
         workers = self.gang.workers if self.gang is not None else ()
-        slices = self.slice_scheduler.stats()
+        slice_stats = self.slice_scheduler.stats()
         return WorkerStats(
-            slices.granted_slices,
-            slices.killed_slices,
-            slices.slice_holders,
+            slice_stats.granted_slices,
+            slice_stats.killed_slices,
+            slice_stats.slice_holders,
             worker=self._row.id,
             accelerator=self._row.accelerator,
             gang=self.gang.id if self.gang is not None else "",
@@ -84,10 +84,11 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
 
     @cast(Worker.notify_change)
     def notify_change(self, hint: ChangeHint) -> None:
+        """Read the worker's record now instead of at the next poll."""
         self._wakeup.set()
 
     async def register(self) -> WorkerRow:
-        """Register this worker, or adopt its existing record."""
+        """Register this worker, or adopt its existing record; return the record."""
         mesh = self._mesh
         return await pool.join_worker(mesh.state, replace(self._row, token=mesh.token))
 
@@ -99,43 +100,44 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
             with contextlib.suppress(StateUnavailable, DeadlineExceeded):
                 await self._poll_record()
             with contextlib.suppress(DeadlineExceeded):
-                async with self._mesh.clock.timeout(POLL_S, "a hint"):
+                async with self._mesh.clock.timeout(POLL_S, "waiting for a hint"):
                     await self._wakeup.wait()
             self._wakeup.clear()
 
     async def _poll_record(self) -> None:
+        """Read the worker's record; apply its gang's record if either has changed."""
         row = await pool.read_worker(self._mesh.state, self._row.id)
         if row is None or row.token != self._mesh.token:
             row = await self.register()
-        seen = (row.gang, row.membership, row.revision)
-        if seen == self._seen_revision:
+        revision = (row.gang, row.membership, row.revision)
+        if revision == self._seen_revision:
             return
-        self._seen_revision = seen  # read before the gang, which is therefore at least as new
+        self._seen_revision = revision  # read before the gang, which is therefore at least as new
         try:
             self.gang = await pool.read_gang(self._mesh.state, row.gang) if row.gang else None
         except (StateUnavailable, DeadlineExceeded):
             self._seen_revision = None
             raise
-        wanted = list_desired_roles(self.gang, self._row.id)
+        desired_roles = list_desired_roles(self.gang, self._row.id)
         if not self._has_deleted_old_files:
             self._has_deleted_old_files = True
-            await self.instances.delete_other_files(wanted)
-        self.instances.set_desired(wanted)
+            await self.instances.delete_other_files(desired_roles)
+        self.instances.set_desired(desired_roles)
         self.slice_scheduler.set_gang(self.gang)
-        for wish, holder in find_name_conflicts(self.gang, self._row.id):
-            await self._report_conflict(wish, holder)
+        for desired, holder in find_name_conflicts(self.gang, self._row.id):
+            await self._report_conflict(desired, holder)
 
     async def _report_conflict(self, desired: DesiredRole, holder: str) -> None:
         """Report that an instance has no process, because another one has its name."""
-        resident = desired.instance
+        instance = desired.instance
         why = (
-            f"{resident.id} cannot start here: {desired.name} already belongs to {holder} on "
+            f"{instance.id} cannot start here: {desired.name} already belongs to {holder} on "
             "this worker"
         )
         report = InstanceReport(
             rank=desired.rank,
-            generation=resident.generation,
-            epoch=resident.epoch,
+            generation=instance.generation,
+            epoch=instance.epoch,
             token=self._mesh.token,
             phase=InstancePhase.FAILED,
             tier=Tier.ABSENT,
@@ -145,7 +147,7 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
             return
         try:
             accepted = await pool.report_instance(
-                self._mesh.state, self._row.id, desired.gang, resident.id, report
+                self._mesh.state, self._row.id, desired.gang, instance.id, report
             )
         except (StateUnavailable, DeadlineExceeded):
             self._seen_revision = None
@@ -162,17 +164,19 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
 
 
 async def main(args: argparse.Namespace) -> None:
+    """Open the mesh as this worker, and serve until it must exit."""
     await serve(await Mesh.open(worker_name(args.worker), "worker", MeshSettings.from_env()), args)
 
 
 async def serve(mesh: Mesh, args: argparse.Namespace) -> None:
+    """Serve in a scope that owns the memory segments, which outlive the role processes."""
     root = Path(mesh.settings.run_root) / "mesh"
 
-    def left() -> int:
+    def read_free_bytes() -> int:
         return mesh.host.measure_free_space(root).memory_bytes
 
     async with MemorySegments(
-        left, args.memory_bytes, mesh.name
+        read_free_bytes, args.memory_bytes, mesh.name
     ) as segments:  # longer than their processes' end
         await _serve_with_segments(mesh, args, root, segments)
 
@@ -180,12 +184,13 @@ async def serve(mesh: Mesh, args: argparse.Namespace) -> None:
 async def _serve_with_segments(
     mesh: Mesh, args: argparse.Namespace, root: Path, segments: MemorySegments
 ) -> None:
+    """Run the worker until it is orphaned, cancelled, or loses its lease; then leave the mesh."""
     budget = TierBytes(args.accelerator_bytes, args.memory_bytes, args.disk_bytes)
     budgets = Budgets(budget, mesh.host, root)
     commands = override_commands(args.role_command)
-    gpu = GpuMemoryGuard(mesh, args.gpu)
-    around = WorkerContext(
-        mesh, args.worker, commands, root / "logs", budgets, segments, gpu, args.accelerator
+    gpu_memory = GpuMemoryGuard(mesh, args.gpu)
+    context = WorkerContext(
+        mesh, args.worker, commands, root / "logs", budgets, segments, gpu_memory, args.accelerator
     )
     settings = mesh.settings
     row = WorkerRow(
@@ -198,7 +203,7 @@ async def _serve_with_segments(
         market=args.market,
         network=settings.network,
     )
-    worker = GangWorker(mesh, row, around)
+    worker = GangWorker(mesh, row, context)
     try:
         async with worker.instances:
             await mesh.join(worker, stats=lambda: worker.stats().encode())
@@ -212,7 +217,7 @@ async def _serve_with_segments(
                     worker.instances.watch_leases(),
                 ]
             )
-            mesh.telemetry.log.warning("worker ends", why=why)
+            mesh.telemetry.log.warning("worker exits", why=why)
     finally:
         with contextlib.suppress(DeadlineExceeded):
             async with mesh.clock.timeout(LEAVE_TIMEOUT_S, "leaving"):
@@ -220,25 +225,27 @@ async def _serve_with_segments(
 
 
 def build_parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__)
-    found.add_argument("--worker", required=True, help="worker id")
-    found.add_argument("--accelerator", default="cpu:0")
-    found.add_argument("--gpu", default="", help="UUID of the GPU or MIG instance")
-    add_market_option(found)
-    add_budget_options(found)
-    found.add_argument("--role-command", action="append", default=[], metavar="ROLE=COMMAND")
-    found.add_argument("--orphan-s", type=float, default=ORPHAN_TIMEOUT_S)
-    return found
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worker", required=True, help="worker id")
+    parser.add_argument("--accelerator", default="cpu:0")
+    parser.add_argument("--gpu", default="", help="UUID of the GPU or MIG instance")
+    add_market_option(parser)
+    add_budget_options(parser)
+    parser.add_argument("--role-command", action="append", default=[], metavar="ROLE=COMMAND")
+    parser.add_argument("--orphan-s", type=float, default=ORPHAN_TIMEOUT_S)
+    return parser
 
 
 def add_market_option(options: argparse.ArgumentParser) -> None:
+    """Add `--market`: the kind of capacity, which the worker's record shows to operators."""
     options.add_argument("--market", default="reserved", choices=["reserved", "spot", "lent"])
 
 
 def add_budget_options(options: argparse.ArgumentParser) -> None:
-    for what in ("accelerator", "memory", "disk"):
+    """Add an option for the byte budget of each tier."""
+    for tier in ("accelerator", "memory", "disk"):
         options.add_argument(
-            f"--{what}-bytes", type=int, default=0, help="bytes that instances may use; 0: all"
+            f"--{tier}-bytes", type=int, default=0, help="bytes that instances may use; 0: all"
         )
 
 

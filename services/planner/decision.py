@@ -27,7 +27,7 @@ from meshrl.services.planner.policies.engine_placement import has_no_engine_plac
 from meshrl.services.planner.policies.eviction import (
     evict_displaced,
     evict_lost,
-    remove_finished_jobs,
+    remove_instances_of_finished_jobs,
 )
 from meshrl.services.planner.policies.expert_split import choose_expert_split
 from meshrl.services.planner.policies.placement import (
@@ -43,11 +43,15 @@ from meshrl.services.planner.pool.presence import PoolPresence, compute_presence
 
 
 def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision], PlannerMemory]:
-    """Decide on one snapshot: return the decisions in order, and the memory for the next pass."""
+    """Compute the planner's decisions for one snapshot, in the order in which they apply.
+
+    Return them with the memory for the next pass. The function reads no clock and no Redis: the
+    current time is `snapshot.now_ms`.
+    """
     presence = compute_presence(snapshot, memory)
     draft = PoolDraft(snapshot, presence.usable_workers)
     evict_lost(draft, presence)
-    short, failed = find_infeasible_jobs(
+    infeasible_since, failed = find_infeasible_jobs(
         snapshot, presence.expected_workers, memory.infeasible_since
     )
     for failure in failed:
@@ -58,40 +62,46 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
         )
         for job in order_runnable_jobs(snapshot.jobs, failed)
     ]
-    remove_finished_jobs(draft, jobs)
-    divisions = {
+    remove_instances_of_finished_jobs(draft, jobs)
+    expert_choices = {
         job.id: choose_expert_split(draft, job, memory.expert_splits.get(job.id)) for job in jobs
     }
-    jobs = [job for job, _ in divisions.values()]
+    jobs = [job for job, _ in expert_choices.values()]
     role_moves.finish_moves(draft)
-    takers = ServiceHosts(snapshot, presence)
-    division = _divide_pool(draft, jobs, presence, takers)
+    service_hosts = ServiceHosts(snapshot, presence)
+    division = _divide_pool(draft, jobs, presence, service_hosts)
     _place_instances(draft, jobs, division, presence)
-    aside = answer_requests(draft, jobs, division, presence, takers, memory.cordoned)
-    before = {job.id: memory.split_states.get(job.id, SplitState()) for job in jobs}
+    cordoned = answer_requests(draft, jobs, division, presence, service_hosts, memory.cordoned)
+    previous_states = {job.id: memory.split_states.get(job.id, SplitState()) for job in jobs}
     running = [job for job in jobs if job.id in division.workers]
-    plays = SimulationBudget(snapshot.now_ms)
-    watches = {
-        job.id: balance_job(draft, job, before[job.id], memory.correction, plays)
-        for job in sorted(running, key=lambda job: before[job.id].simulated_ms)
+    simulation_budget = SimulationBudget(snapshot.now_ms)
+    split_states = {
+        job.id: balance_job(
+            draft, job, previous_states[job.id], memory.correction, simulation_budget
+        )
+        for job in sorted(running, key=lambda job: previous_states[job.id].simulated_ms)
     }
     role_moves.abandon_moves(draft)
     draft.dissolve_empty_gangs()
-    place_services(draft, jobs, division, presence, takers)
-    known = {worker.id for worker in snapshot.workers}
+    place_services(draft, jobs, division, presence, service_hosts)
+    known_workers = {worker.id for worker in snapshot.workers}
     return draft.decisions, PlannerMemory(
         missing_since=presence.missing_since,
         lost_workers=presence.lost_workers,
         away_since=presence.away_since,
         lost_hosts=presence.lost_hosts,
-        infeasible_since=short,
-        cordoned=aside & known,
-        split_states=watches,
+        infeasible_since=infeasible_since,
+        cordoned=cordoned & known_workers,
+        split_states=split_states,
         entitled=dict(division.workers),
         expert_splits={
-            id: mixture for id, (_, mixture) in divisions.items() if mixture is not None
+            job_id: expert_state
+            for job_id, (_, expert_state) in expert_choices.items()
+            if expert_state is not None
         },
-        correction=update_correction(memory.correction, draft, jobs, memory.split_states, watches),
+        correction=update_correction(
+            memory.correction, draft, jobs, memory.split_states, split_states
+        ),
     )
 
 
@@ -101,51 +111,64 @@ def _divide_pool(
     presence: PoolPresence,
     service_hosts: ServiceHosts,
 ) -> PoolDivision:
-    """Divide the pool among jobs, except jobs whose services no host accepts. While a new mesh
-    gathers workers, time slicing is off, as workers may still join.
+    """Divide the pool among the jobs whose shards and sandboxes some host accepts.
+
+    Other jobs are rejected with the reason. While a new mesh gathers workers, time slicing is off,
+    as workers may still join.
     """
     snapshot = draft.snapshot
-    unserved = {job.id: why for job in jobs if (why := service_hosts.explain_rejection(job))}
-    jobs = [job for job in jobs if job.id not in unserved]
+    rejected = {job.id: why for job in jobs if (why := service_hosts.explain_rejection(job))}
+    jobs = [job for job in jobs if job.id not in rejected]
     settings = snapshot.settings
     places = Counter(settings.get_gang_location(worker) for worker in presence.usable_workers)
     claims = {job.id: _build_share_claim(draft, job) for job in jobs}
-    turns = settings.time_slicing and not snapshot.is_gathering_workers
-    division = divide_pool(jobs, places, claims, turns, settings.gang_scope)
-    division.rejected.update(unserved)
+    time_slicing = settings.time_slicing and not snapshot.is_gathering_workers
+    division = divide_pool(jobs, places, claims, time_slicing, settings.gang_scope)
+    division.rejected.update(rejected)
     return division
 
 
 def _build_share_claim(draft: PoolDraft, job: PlannedJob) -> ShareClaim:
-    team = draft.get_instances(job.id)
-    home = draft.get_place(team.core.workers[0]) if team.core is not None else ""
-    engines = sum(len(seated.workers) for seated in team.engines if seated.instance.pinned)
-    helpers = sum(seated.instance.pinned for seated in team.hybrids)
-    if not engines and helpers and job.requirements.needs_rollout:
-        engines = job.requirements.smallest_engine
-    settled = team.core is not None and team.core.is_awake and team.core.instance.is_reconciled
-    stranded = settled and job.has_checkpoint and has_no_engine_place(draft, job)
-    return ShareClaim(home, engines + helpers, stranded)
+    """Return the place of a job's core and the workers that its share must include."""
+    instances = draft.get_instances(job.id)
+    core_place = draft.get_place(instances.core.workers[0]) if instances.core is not None else ""
+    pinned_engine_workers = sum(
+        len(placement.workers) for placement in instances.engines if placement.instance.pinned
+    )
+    pinned_hybrids = sum(placement.instance.pinned for placement in instances.hybrids)
+    if not pinned_engine_workers and pinned_hybrids and job.requirements.needs_rollout:
+        pinned_engine_workers = job.requirements.smallest_engine
+    is_core_settled = (
+        instances.core is not None
+        and instances.core.is_awake
+        and instances.core.instance.is_reconciled
+    )
+    is_stranded = is_core_settled and job.has_checkpoint and has_no_engine_place(draft, job)
+    return ShareClaim(core_place, pinned_engine_workers + pinned_hybrids, is_stranded)
 
 
 def _place_instances(
     draft: PoolDraft, jobs: Sequence[PlannedJob], division: PoolDivision, presence: PoolPresence
 ) -> None:
-    """Place instances by shares: first shrink jobs, then place floors, then grow."""
+    """Change the draft's instances to match the shares.
+
+    Jobs without a share free their accelerators. Of the others, all shrink before any places its
+    minimum, and all place their minimum before any grows.
+    """
     for job in jobs:
         if job.id not in division.workers:
-            pausing.update_admission(draft, job, division)
+            pausing.update_block_reason(draft, job, division)
             pausing.free_accelerators(draft, job)
     running = [(job, division.workers[job.id]) for job in jobs if job.id in division.workers]
     for job, _ in running:
         evict_displaced(draft, job, presence, division)
-    wakes = pausing.find_waking_workers(draft, [job for job, _ in running])
+    waking_workers = pausing.find_waking_workers(draft, [job for job, _ in running])
     for job, share in running:
-        shrink_to_share(draft, job, share, "share", wakes)
+        shrink_to_share(draft, job, share, "share", waking_workers)
     for job, share in running:
         pausing.wake_core(draft, job, share)
         place_floor(draft, job, share, division.core_places.get(job.id, ""), division.time_slicing)
-        pausing.update_admission(draft, job, division)
+        pausing.update_block_reason(draft, job, division)
     for job, share in running:
         grow_job(draft, job, share)
         end_time_slicing(draft, job, share)

@@ -83,7 +83,7 @@ class Planner(Actor):
             except MeshError as error:
                 if not error.retryable:
                     raise
-                self.mesh.telemetry.log.warning("looking again", error=str(error))
+                self.mesh.telemetry.log.warning("retrying", error=str(error))
                 self._had_outage = True  # after an outage all leases look expired for a moment
             await self.mesh.clock.sleep(POLL_S)
 

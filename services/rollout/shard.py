@@ -31,7 +31,7 @@ from meshrl.common.state.pool.workers.process_names import parse_service_name
 from meshrl.common.weights.store.job_files import open_local_job
 from meshrl.services.rollout.evaluation import evaluate
 from meshrl.services.rollout.runner import TrajectoryRunner
-from meshrl.services.rollout.shard_job import POLL_S, ShardJob, enter_phase
+from meshrl.services.rollout.shard_job import POLL_S, ShardJob, set_job_phase
 
 EXIT_UNEXPECTED = 70  # exit status after an unexpected error
 
@@ -73,7 +73,9 @@ class RolloutShard(Actor):
         except FATAL_ERRORS as error:
             self.mesh.telemetry.log.error("job failed", job=self.job, error=str(error))
             with suppress(Refused):  # it has ended otherwise
-                await enter_phase(self.mesh, self.job, Phase.FAILED, str(Failure.from_error(error)))
+                await set_job_phase(
+                    self.mesh, self.job, Phase.FAILED, str(Failure.from_error(error))
+                )
         except Exception as error:
             traceback.print_exc()
             told = f"{self.mesh.name} cannot continue: {error!r}"
@@ -148,7 +150,7 @@ class RolloutShard(Actor):
         except MeshError as error:
             if not error.retryable:
                 raise
-            self.mesh.telemetry.log.warning("looking again", error=str(error))
+            self.mesh.telemetry.log.warning("retrying", error=str(error))
         return True
 
     def _start_due_evaluation(self, shard: ShardJob, row: jobs.JobRow) -> None:
@@ -177,7 +179,7 @@ class RolloutShard(Actor):
         """Run the evaluation before or after training, if any, and enter the next phase."""
         if plan is not None:
             await evaluate(shard, plan, lineage)
-        await enter_phase(self.mesh, self.job, next_phase, lineage=lineage)
+        await set_job_phase(self.mesh, self.job, next_phase, lineage=lineage)
         self._phase_changed.set()
 
     def _start_evaluation(self, work: Coroutine[Any, Any, None]) -> None:

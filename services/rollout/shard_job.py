@@ -48,17 +48,23 @@ LENGTH_BOUNDS = (
 
 
 class FirstError:
-    """First error of any task that works for a job; it ends the work of all of them."""
+    """First error of any background task of a job; it cancels the guarded coroutine."""
 
     def __init__(self) -> None:
         self._error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: BaseException) -> None:
+        """Record an error unless another one is already recorded."""
         if not self._error.done():
             self._error.set_exception(error)
             self._error.exception()  # reported to the guard, if there is one
 
     async def guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` until it ends or an error is recorded; then cancel `work` and raise that
+        error.
+
+        Errors of `work` itself are raised too.
+        """
         task = asyncio.get_running_loop().create_task(work)
         try:
             await asyncio.wait([task, self._error], return_when=asyncio.FIRST_COMPLETED)
@@ -71,7 +77,7 @@ class FirstError:
 
 
 class ShardJob:
-    """Groups of a job that this shard owns."""
+    """Job on one shard: it owns the groups that the shard admitted, and a task for each."""
 
     def __init__(self, mesh: Mesh, job: JobData, runner: TrajectoryRunner) -> None:
         self.mesh, self.job, self.config = mesh, job, job.config
@@ -92,37 +98,47 @@ class ShardJob:
         self._lineage_start_version = 0  # its version when the lineage was first seen
 
     def compute_seed(self, group: int, member: int) -> int:
+        """Derive the sampling seed of a trajectory, a 63-bit integer, from the job's seed."""
         text = f"{self.config.seed}/{group}/{member}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
     async def take_over(self) -> None:
-        """Claim the shard, and continue the predecessor's open groups."""
+        """Claim the shard's ledger, and start the groups that an earlier process left open.
+
+        A corrupt file of lengths is reported as an event.
+        """
         history = self.runner.history
         if history is not None and history.corruption:  # reported once
-            then = corruption.RECOVERY_BY_KIND["lengths"]
-            about = "lengths", history.path, history.corruption, then
-            told = corruption.make_event_fields(
-                *about, job=self.job.id, quarantined_path=history.quarantined_path
+            recovery = corruption.RECOVERY_BY_KIND["lengths"]
+            corrupt_file = "lengths", history.path, history.corruption, recovery
+            event_fields = corruption.make_event_fields(
+                *corrupt_file, job=self.job.id, quarantined_path=history.quarantined_path
             )
-            await events.append(self.mesh.state, corruption.CORRUPTION_EVENT, told)
+            await events.append(self.mesh.state, corruption.CORRUPTION_EVENT, event_fields)
             history.corruption = ""
         await self._resume_open_groups(await self.runner.ledger.take_over(self.compute_seed))
 
     async def poll_engines(self) -> None:
-        """Poll the engines that serve this job, and report failures."""
+        """Read the job's ready engines from the registry once, and update the router.
+
+        Record the failures of trajectories in Redis; if they are permanent, fail the job.
+        """
         entries = await registry.list_entries(self.mesh.state, "engine")
         alive = [e for e in entries if e.alive and e.stats.get("ready")]
-        own = {
+        engines = {
             e.name: EngineSnapshot.from_entry(e) for e in alive if e.stats.get("job") == self.job.id
         }
-        self.runner.router.update_engines(own)
+        self.runner.router.update_engines(engines)
         self.runner.slot_freed.set()
-        if told := self.runner.failures.hopeless_reason:
-            await self._fail_job(told)
+        if reason := self.runner.failures.hopeless_reason:
+            await self._fail_job(reason)
         await self.runner.failures.report()
 
     def count_desired_groups(self) -> int:
-        """Count the groups to request from the gate: enough for every slot, and one in reserve."""
+        """Count the groups to request from the gate: enough for every slot, and one in reserve.
+
+        Return 0 without an engine. Supervised jobs need none: they prepare groups for two steps.
+        """
         size = self.config.algorithm.group_size
         if self.config.is_supervised:  # no engine is needed
             return max(0, 2 * self.config.algorithm.groups_per_step - len(self._group_tasks))
@@ -130,9 +146,9 @@ class ShardJob:
 
     @property
     def _free_slots(self) -> int:
-        """Number of trajectories that an engine could accept at once."""
-        seats = self.runner.router.capacity - len(self.runner.router.assignments)
-        return min(seats, self.runner.router.free_requests)
+        """Number of further trajectories that the engines can accept now."""
+        free_slots = self.runner.router.capacity - len(self.runner.router.assignments)
+        return min(free_slots, self.runner.router.free_requests)
 
     def _is_gate_closed(self, opened: int) -> bool:
         """Return True if the gate blocks groups despite free capacity, after it opened `opened`
@@ -143,7 +159,10 @@ class ShardJob:
         return self.config.is_supervised or self._free_slots > 0
 
     async def admit_forever(self) -> None:
-        """Open groups as slots become free, as far as the staleness gate allows."""
+        """Open groups as slots become free, as far as the staleness gate allows.
+
+        Retryable errors are logged and retried; others are raised.
+        """
         while True:
             await self.runner.slot_freed.wait()
             self.runner.slot_freed.clear()
@@ -175,6 +194,7 @@ class ShardJob:
         return not (self.admission_open or self._is_admitting or self._group_tasks)
 
     async def _admit(self) -> int:
+        """Request groups from the gate, start a task for each, and return their number."""
         operation = self.mesh.random.hex_token()
         admitted = await rows.admit_groups(
             self.mesh.state,
@@ -189,32 +209,43 @@ class ShardJob:
         return len(admitted)
 
     async def _resume_open_groups(self, restored: dict[int, list[Trajectory]]) -> None:
+        """Start a task for each group that Redis records as open on this shard.
+
+        `restored` has the trajectories from the ledger, by group.
+        """
         for a in await rows.read_open_groups(self.mesh.state, self.job.id, self.mesh.name):
             self.start_group(a, restored.get(a.group, []))
 
     def start_group(self, admitted: rows.AdmittedGroup, members: list[Trajectory]) -> None:
+        """Start a task that runs a group, unless one runs already; enter the group's lineage first.
+
+        `members` are restored trajectories; missing ones start from the prompt. An error of the
+        task becomes `first_error`.
+        """
         group = admitted.group
         self.enter_lineage(admitted.lineage, admitted.version)
         version = admitted.version
         if admitted.lineage < self.lineage:  # the notice of the next lineage was faster
             version = min(version, self._lineage_start_version)
         if group not in self._group_tasks:
-            work = self._run_group(group, admitted.prompt, version, members)
-            task = asyncio.create_task(work, name=f"group {group}")
+            coroutine = self._run_group(group, admitted.prompt, version, members)
+            task = asyncio.create_task(coroutine, name=f"group {group}")
             self._group_tasks[group] = task
 
-            def ended(task: asyncio.Task[None]) -> None:
+            def on_done(task: asyncio.Task[None]) -> None:
                 self._group_tasks.pop(group, None)
                 if not task.cancelled() and (error := task.exception()) is not None:
                     # A group that stops without a result would be awaited forever: recover
                     # it from the ledger.
                     self.first_error.fail(error)
 
-            task.add_done_callback(ended)
+            task.add_done_callback(on_done)
 
     def enter_lineage(self, lineage: int, version: int) -> None:
-        """Enter a lineage at `version`. In a new lineage only engines with its weights serve, and
-        no trajectory waits for a version that it may not reach.
+        """Enter a later lineage at `version`; ignore the current and earlier ones.
+
+        From then on only engines with weights of that lineage serve. No trajectory waits for a
+        version that the lineage may not reach.
         """
         if lineage <= self.lineage:
             return
@@ -226,11 +257,16 @@ class ShardJob:
     async def _run_group(
         self, group: int, prompt: int, version: int, restored: list[Trajectory]
     ) -> None:
+        """Run all members of a group, then submit the group, or drop it if too few have a reward.
+
+        If all groups in flight are dropped in a row, fail the job.
+        """
         size = self.config.algorithm.group_size
         row = self.train_rows[prompt % len(self.train_rows)]
-        have = {t.member: t for t in restored}
+        restored_by_member = {t.member: t for t in restored}
         members = [
-            have.get(m) or Trajectory(group, m, prompt, version, self.compute_seed(group, m))
+            restored_by_member.get(m)
+            or Trajectory(group, m, prompt, version, self.compute_seed(group, m))
             for m in range(size)
         ]
         for t in members:
@@ -250,7 +286,7 @@ class ShardJob:
             )
             await submit_group(self.mesh, self.bulk_client, self.job.id, message)
             self.runner.work_counters.groups += 1
-            fate = "ready"
+            result = "ready"
             self._consecutive_drops = 0
         else:
             reasons = sorted({t.outcome.reason for t in members if t.outcome} - {"done", "length"})
@@ -266,35 +302,37 @@ class ShardJob:
                     f"drop-{group}",
                 ),
             )
-            fate = "dropped"
+            result = "dropped"
             # If all concurrent trajectories have failed, the code is permanently broken.
             self._consecutive_drops += 1
             algorithm = self.config.algorithm
             if self._consecutive_drops >= algorithm.groups_per_step * (algorithm.max_staleness + 1):
                 errors = [t.outcome.error for t in members if t.outcome and t.outcome.error]
-                failed = f"all of the last {self._consecutive_drops} groups failed"
-                await self._fail_job(f"{failed}; last error: {errors[-1]}")
+                summary = f"all of the last {self._consecutive_drops} groups failed"
+                await self._fail_job(f"{summary}; last error: {errors[-1]}")
         self.groups_finished += 1
-        await self.runner.ledger.write_records((RecordKind.CLOSE, [group, fate]))
+        await self.runner.ledger.write_records((RecordKind.CLOSE, [group, result]))
         await retry(self.mesh.clock, lambda: self.runner.ledger.forget_group(group))
 
     async def _fail_job(self, reason: str) -> None:
+        """Report the remaining failures, and set the job's phase to failed."""
         await self.runner.failures.close()
-        await enter_phase(self.mesh, self.job.id, jobs.Phase.FAILED, reason)
+        await set_job_phase(self.mesh, self.job.id, jobs.Phase.FAILED, reason)
 
     async def _run_member(self, trajectory: Trajectory, row: dict[str, Any]) -> None:
-        known = trajectory.outcome is not None  # from the ledger
+        is_restored = trajectory.outcome is not None  # from the ledger
         await self.runner.run_training(trajectory, row)
-        if not known:
+        if not is_restored:
             self.samples.write_training_sample(trajectory, row, self.version)
 
     def stats(self) -> ShardStats:
+        """Return the shard's counters and the histogram of current trajectory lengths in tokens."""
         active = self.runner.active_trajectories
         lengths = np.array([t.length for t in active] or [0])
         histogram = (
             np.histogram(lengths, (0, *LENGTH_BOUNDS, 1 << 40))[0] if active else np.zeros(0)
         )
-        runner, lengths_of_ended = self.runner, self.runner.work_counters.length_summary
+        runner, finished_lengths = self.runner, self.runner.work_counters.length_summary
         return ShardStats(
             **runner.router.stats.encode(),
             in_flight=len(active),
@@ -306,13 +344,13 @@ class ShardJob:
             work=measurements.encode_work(
                 runner.work_counters.measure_work(runner.group_commit.recorded_tokens)
             ),
-            lengths=lengths_of_ended.encode() if lengths_of_ended is not None else None,
+            lengths=finished_lengths.encode() if finished_lengths is not None else None,
             environments=runner.environment_pool.pids,
             environments_stopped=runner.environment_pool.list_stopped(),
         )
 
     async def close(self) -> None:
-        """Close the job; groups in flight remain in the ledger."""
+        """Cancel the groups' tasks and close the runner; groups in flight remain in the ledger."""
         await self.runner.failures.close()
         tasks = list(self._group_tasks.values())
         for task in tasks:
@@ -322,9 +360,14 @@ class ShardJob:
         await self.runner.close()
 
 
-async def enter_phase(
+async def set_job_phase(
     mesh: Mesh, job: str, phase: jobs.Phase, reason: str = "", lineage: int | None = None
 ) -> None:
+    """Move a job to a later phase in Redis; retry while Redis is unavailable.
+
+    Raises Fenced without this process's lease, and Refused for an earlier phase. With `lineage`, do
+    nothing if the job has left that lineage.
+    """
     await retry(
         mesh.clock,
         lambda: jobs.set_phase(mesh.state, job, phase, mesh.token, mesh.name, reason, lineage),

@@ -65,7 +65,7 @@ class RedisExitReporter(ExitReporter):
         seen.log = str(log) if log is not None else ""
         if self._report_task is None:
             self._report_task = asyncio.get_running_loop().create_task(
-                self._report_pending(), name="tell ends"
+                self._report_pending(), name="report exits"
             )
 
     async def _report_pending(self) -> None:

@@ -114,7 +114,7 @@ class DurableCopier:
 
     async def _report_error(self, error: MeshError, kind: str, fields: dict[str, Any]) -> None:
         self.trouble = str(error)
-        self._mesh.telemetry.log.error("durable copy", error=str(error))
+        self._mesh.telemetry.log.error("durable copy failed", error=str(error))
         await append_event_with_retry(self._mesh, kind, fields)
 
     async def _open_copy(self, durable: DurableCopyRecord) -> DurableCopy:
@@ -244,7 +244,7 @@ class DurableCopier:
         self._unknown_jobs, self._old_jobs_polled_at = unknown_jobs, now
 
     async def _run_blocking(self, work: Callable[..., T], *args: Any) -> T:
-        silence = asyncio.create_task(self._warn_when_stalled(), name="a silent copy")
+        silence = asyncio.create_task(self._warn_when_stalled(), name="watch for a stalled copy")
         try:
             return await self._mesh.host.run_blocking(work, *args, deadline_s=COPY_TIMEOUT_S)
         finally:

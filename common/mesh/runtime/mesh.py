@@ -58,10 +58,11 @@ __all__ = ["Mesh", "MeshSettings", "run_service"]
 
 
 class Mesh:
-    """Mesh membership, one per process (a simulation holds many).
+    """Membership of one process in a mesh: its name, its lease, its calls and its actor.
 
-    `token` is the fencing token of the process's registry lease. With access rules the process
-    makes and answers only calls that the rules allow by role; its own role is its `kind`.
+    A simulation holds many in one process. `token` is the fencing token of the lease. With access
+    rules the process makes and answers only calls that the rules allow by role; its own role is its
+    `kind`.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Mesh:
         access: AccessRules = UNRESTRICTED,
     ) -> None:
         terms = terms or LeaseTerms()
-        state, clock, host, doorway = (
+        state, clock, host, own_credentials = (
             dependencies.state,
             dependencies.clock,
             dependencies.host,
@@ -93,9 +94,9 @@ class Mesh:
         self.log = self.telemetry.log  # `mesh.log.warning("what", key=value)`
         self.waits = WaitTable(clock)
         CURRENT_WAITS.set(self.waits)
-        self.credentials = doorway  # None in a simulation
+        self.credentials = own_credentials  # None in a simulation
         self._directory = ActorDirectory(
-            state, clock, self.waits, self.verify_peer if doorway else None
+            state, clock, self.waits, self.verify_peer if own_credentials else None
         )
         self._watchdog = Watchdog(clock, terms.stall_limit_s)
         # `with mesh.loading():` allows the loop to block for 300 s, for reading large files or
@@ -104,11 +105,11 @@ class Mesh:
         self.loading, self.wait = self._watchdog.loading, self.waits.wait
         self._deadline_timer = DeadlineTimer(clock.monotonic)
         transport, telemetry = dependencies.transport, self.telemetry
-        own, tracer = self.incarnation, Tracer(dependencies.random.child("trace"))
+        incarnation, tracer = self.incarnation, Tracer(dependencies.random.child("trace"))
         self._caller = Caller(
             clock,
             transport,
-            own,
+            incarnation,
             tracer,
             telemetry,
             self._deadline_timer,
@@ -116,11 +117,18 @@ class Mesh:
         )
         self._callers = access.callers
         self._server = RequestServer(
-            name, clock, transport, own, telemetry, self._deadline_timer, access.callers
+            name, clock, transport, incarnation, telemetry, self._deadline_timer, access.callers
         )
-        self._peer_verifier = PeerVerifier(doorway, host, self._directory, self._server)
+        self._peer_verifier = PeerVerifier(own_credentials, host, self._directory, self._server)
         self._lease = Lease(
-            state, host, clock, terms, self._watchdog, self.telemetry, self._snapshot, doorway
+            state,
+            host,
+            clock,
+            terms,
+            self._watchdog,
+            self.telemetry,
+            self._snapshot,
+            own_credentials,
         )
         self._stats: Callable[[], dict[str, Any]] = dict
         self._call_context = CallContext(
@@ -144,10 +152,13 @@ class Mesh:
 
     @classmethod
     async def open(cls, name: str, kind: str, settings: MeshSettings, job: str = "") -> Mesh:
-        """Open the mesh of a real process: sockets, Redis, the machine's clock, threads.
+        """Connect a real process to Redis and open its sockets; call `join` to take the name.
 
-        `job` is the one job that it serves, if any. Raises ConfigError without a secret or for an
-        unknown role, and Refused if this host is no longer admitted.
+        `job` is the job that the process serves, if any.
+
+        Raises:
+            ConfigError: The settings hold no secret, or `kind` is not a role.
+            Refused: This host is not admitted to the mesh any more.
         """
         if not settings.secret:
             raise ConfigError(
@@ -162,24 +173,24 @@ class Mesh:
             )
         log_to_stderr(name, job)
         clock = SystemClock()
-        async with AsyncExitStack() as opened:
+        async with AsyncExitStack() as resources:
             state = await StateClient.open(settings.make_redis_url(kind))
-            opened.push_async_callback(state.close)
+            resources.push_async_callback(state.close)
             if not settings.joinable:  # otherwise only the head admits hosts
                 await credentials.admit_if_first(state, settings.host)
             # The key is registered before the transport answers peers, who look it up.
             client = open_sync_client(settings.make_redis_url(kind), LOOKUP_TIMEOUT_S)
-            doorway = await ProcessCredentials.register(
+            own_credentials = await ProcessCredentials.register(
                 name, kind, settings.host, state, client, clock
             )
-            opened.push_async_callback(doorway.withdraw)
+            resources.push_async_callback(own_credentials.withdraw)
             transport = ZmqTransport(
                 settings.bind,
                 settings.advertise,
-                keys=doorway.keys,
+                keys=own_credentials.keys,
                 connection_limits=ConnectionLimits() if settings.joinable else None,
             )
-            opened.push_async_callback(transport.close)
+            resources.push_async_callback(transport.close)
             mesh = cls(
                 name,
                 kind,
@@ -189,30 +200,32 @@ class Mesh:
                 job=job,
                 settings=settings,
                 terms=LeaseTerms(stall_limit_s=settings.stall_s),
-                access=AccessRules(CALL_PERMISSIONS, doorway),
+                access=AccessRules(CALL_PERMISSIONS, own_credentials),
             )
             state.renew_lease = mesh._lease.renew_now
             if settings.metrics != METRICS_OFF:
                 mesh.serve_metrics(settings.metrics)
-            opened.pop_all()  # the mesh closes them when it leaves
+            resources.pop_all()  # the mesh closes them when it leaves
         return mesh
 
     @property
     def redis_silent_at(self) -> float:
-        """Monotonic time at which Redis, which stores the keys of processes, last did not
-        answer.
-        """
+        """Monotonic time of the last look-up of a process that Redis did not answer."""
         return self._directory.redis_silent_at
 
     @property
     def token(self) -> int:
-        """Fencing token of this process's lease."""
+        """Fencing token of this process's lease, for writes to Redis."""
         return self._lease.token
 
     # ------------------------------------------------------------ joining and leaving
 
     def start(self) -> None:
-        """Start making calls, without a name in the registry. `join` calls it too."""
+        """Start the transport and timers, so that this process can make calls without a registry
+        name.
+
+        `join` calls it; a process that serves no actor may call it alone. Later calls do nothing.
+        """
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._deadline_timer.start()
@@ -227,10 +240,17 @@ class Mesh:
         stats: Callable[[], dict[str, Any]] = dict,
         bulk_address: str = "",
     ) -> None:
-        """Acquire the name, start the actor, then admit requests; earlier requests wait.
+        """Acquire the name, start the actor, then answer requests; requests that arrived earlier
+        wait.
 
-        Waits for the end of a predecessor's lease. Raises Refused if another incarnation renews the
-        name. `stats` runs on the loop.
+        Wait for the end of a predecessor's lease. After any error the mesh is closed.
+
+        Args:
+            stats: Returns the counters to publish with each renewal; called on the event loop.
+            bulk_address: Address of the process's bulk port; empty: none.
+
+        Raises:
+            Refused: Another incarnation renews the name.
         """
         try:
             methods = bind(actor) if actor is not None else {}
@@ -262,26 +282,27 @@ class Mesh:
         )
 
     async def leave(self) -> None:
-        """Stop calls and the actor, release the name, then close the connections.
+        """Stop answering, stop the actor, release the name, then close the connections.
 
-        Every step runs, even after an error or a cancellation; the first error is raised.
+        Every step runs, even after an error or a cancellation; the first error is raised. Later
+        calls do nothing.
         """
         await self._close(None)
 
-    async def _close(self, first: BaseException | None) -> None:
-        """Close everything, then raise `first` or the first error of closing; log other errors."""
+    async def _close(self, first_error: BaseException | None) -> None:
+        """Run the closing steps once; raise `first_error` or their first error, log the others."""
         if not self._is_closed:
             self._is_closed = True
             for step in self._list_closing_steps():
                 try:
                     await step()
                 except BaseException as error:
-                    if first is None:
-                        first = error
+                    if first_error is None:
+                        first_error = error
                     else:
                         self.log.error("leaving", step=step.__qualname__, error=repr(error))
-        if first is not None:
-            raise first
+        if first_error is not None:
+            raise first_error
 
     def _list_closing_steps(self) -> Iterator[Callable[[], Awaitable[None]]]:
         """Yield the steps of `leave`; all run, even if an earlier one fails."""
@@ -296,6 +317,7 @@ class Mesh:
             yield self.state.close
 
     async def _stop_actor(self) -> None:
+        """Stop the actor within ACTOR_STOP_S seconds."""
         actor, self._actor = self._actor, None
         if actor is not None:
             async with self.clock.timeout(ACTOR_STOP_S, f"stopping {self.name}"):
@@ -311,7 +333,9 @@ class Mesh:
             self._endpoint.close()
 
     async def publish(self) -> None:
-        """Publish stats and waits now, before the next renewal."""
+        """Renew the registry entry now with current stats and waits, instead of at the next
+        renewal.
+        """
         await self._lease.publish()
 
     def serve_metrics(self, where: str) -> None:
@@ -327,11 +351,11 @@ class Mesh:
 
     @property
     def running_calls(self) -> int:
-        """Number of calls and streams in progress in this process."""
+        """Number of calls and streams that this process is answering."""
         return self._server.running_count
 
     def ref(self, name: str) -> ActorRef:
-        """Return a reference to the actor with this name; its first call looks it up."""
+        """Return a reference to the actor with this name; its first call looks the name up."""
         ref = self._references.get(name)
         if ref is None:
             ref = self._references[name] = ActorRef(self._call_context, name)
@@ -340,6 +364,7 @@ class Mesh:
     # ------------------------------------------------------------ what arrives
 
     def _deliver(self, peer: Peer, frames: list[Frame], role: str) -> None:
+        """Pass a message to the server if a peer sent it, or to the caller if it is a reply."""
         try:
             header = unpack_header(frames[0])
             if len(frames) < 2:
@@ -353,15 +378,19 @@ class Mesh:
             self._caller.receive(header, frames)
 
     async def verify_peer(self, entry: registry.RegistryEntry, *, bulk: bool = False) -> None:
-        """Verify that a process is the one that an entry names; with `bulk`, by the key of its bulk
-        port.
+        """Verify that a peer's key belongs to the process of a registry entry.
 
-        Returns at once where processes of a mesh prove only their roles. Raises StateUnavailable
-        and HandshakeFailed.
+        With `bulk`, verify the key of its bulk port. Where processes prove only their roles, return
+        at once.
+
+        Raises:
+            StateUnavailable: Redis, which stores the keys, does not answer.
+            HandshakeFailed: The key is another process's; WrongKeys if that lasts.
         """
         await self._peer_verifier.verify(entry, bulk)
 
     def _on_peer_lost(self, address: str, reached: bool, refused: bool = False) -> None:
+        """Forget a peer's address and fail the calls that wait for it."""
         if refused:
             self._peer_verifier.mark_address_suspect(address)
         self._directory.forget_address(address)
@@ -370,6 +399,7 @@ class Mesh:
     # ------------------------------------------------------------ bookkeeping
 
     def _snapshot(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the stats and the longest waits, to publish with a renewal."""
         stats = {
             "loop_lag_ms": round(self._watchdog.lag_s * 1000, 1),
             **self.host.measure_usage(),
@@ -382,6 +412,7 @@ class Mesh:
         return stats, self.waits.list_longest(self._caller.iterate_waits())
 
     def _read_stats(self) -> dict[str, Any]:
+        """Return the actor's stats; empty after an error, which is logged."""
         try:
             return self._stats()
         except Exception:  # a defect in a service's statistics must not end its lease
@@ -390,21 +421,24 @@ class Mesh:
             return {}
 
     async def _run_housekeeping(self) -> None:
+        """Close idle connections, apply revoked keys and fail calls to exited processes, until
+        cancelled.
+        """
         while True:
             await self.clock.sleep(HOUSEKEEPING_S)
             now = self.clock.monotonic()
             self._caller.close_idle(now - IDLE_CONNECTION_S)
             self.rejections.report(now)
             await self._peer_verifier.apply_revocations(self._lease, self.telemetry)
-            waited_for = self._caller.list_awaited_routes(now - HOUSEKEEPING_S)
-            if not waited_for:
+            awaited_routes = self._caller.list_awaited_routes(now - HOUSEKEEPING_S)
+            if not awaited_routes:
                 continue
             try:
-                dead = await self._directory.find_dead(waited_for)
+                dead_routes = await self._directory.find_dead(awaited_routes)
             except MeshError as error:  # this task has other duties, whatever the error
                 self.telemetry.count(f"not_looked_up_{error.code}")
                 continue
-            for route in dead:
+            for route in dead_routes:
                 self.transport.disconnect(route.address)
                 self._on_peer_lost(route.address, True)
 

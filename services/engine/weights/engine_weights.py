@@ -32,7 +32,7 @@ LOAD_TIMEOUT_S = 600.0  # to fetch and load the current version
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """Version of a job's adapters, and the weights that they are added to."""
+    """Version of a job's adapters, and the base weights that they are added to."""
 
     name: str  # name in requests
     version: int
@@ -44,9 +44,9 @@ class AdapterVersion:
 
 
 class EngineWeights:
-    """Weights of the job's version, installed as a whole.
+    """Loaded weights of an engine, replaced as a whole between two steps.
 
-    An engine that fails during the installation has none, and shards receive that.
+    If an installation fails halfway, the engine has no version, and shards are notified.
     """
 
     def __init__(
@@ -86,57 +86,71 @@ class EngineWeights:
 
     @property
     def lineage_and_version(self) -> tuple[int, int]:
+        """Lineage and version that the engine computes with."""
         return self.lineage, self.version
 
     def has_base(self, manifest: str) -> bool:
+        """Return True if these base weights are loaded for adapters, so they need not be sent
+        again.
+        """
         return self.base_manifest == manifest and self._engine.version >= 0 and not self.is_waking
 
     async def update_weights(
         self, tensors: Mapping[str, Tensor], version: int, manifest: str, lineage: int = 0
     ) -> None:
-        """Install a version's weights between two steps and wake an engine without weights.
+        """Install a version's full weights between two steps; wake an engine that is waking without
+        weights.
 
-        An engine that sleeps by then is left alone.
+        Do nothing if the engine sleeps by then. An adapter is removed, and running requests on it
+        are aborted and requested again.
+
+        Raises:
+            Quarantined: The installation failed halfway; the engine has no version now.
         """
-        others = self._shard_streams.open_requests if self.base_manifest else []
+        open_requests = self._shard_streams.open_requests if self.base_manifest else []
 
-        def put() -> None:
+        def install() -> None:
             if not self.default_adapter:
                 return self._put_model(tensors, version)
-            self._engine.abort(others)
+            self._engine.abort(open_requests)
             self._put_model(tensors, version)
             with quarantine_on_error(version, self._engine.quarantine):
                 self._engine.unload_adapter(self.default_adapter)
             self.default_adapter = ""
 
-        if await self._apply_between_steps(put, manifest):
+        if await self._apply_between_steps(install, manifest):
             self.base_manifest, self._model_bytes = "", _count_bytes(tensors)
             self._record_loaded(manifest, lineage, self._model_bytes)
 
     async def put_adapter(self, adapter: AdapterVersion, manifest: str, lineage: int) -> None:
-        """Install a version of the job's adapters beside their base, and first the base if missing.
+        """Install a version of the job's adapters between two steps; first its base, if that is
+        missing.
 
-        See `has_base`. Running requests with weights other than the base's end as aborted, and are
-        requested again.
+        With a new base, requests that run on full weights are aborted and requested again. Without
+        `base_tensors`, the base must be loaded (`has_base`). Do nothing if the engine sleeps by
+        then.
+
+        Raises:
+            Quarantined: The installation failed halfway; the engine has no version now.
         """
-        others = [] if self.base_manifest else self._shard_streams.open_requests
+        open_requests = [] if self.base_manifest else self._shard_streams.open_requests
 
         def load() -> None:
-            about = adapter.tensors, adapter.scale, adapter.version
-            self._engine.load_adapter(adapter.name, *about)
+            adapter_fields = adapter.tensors, adapter.scale, adapter.version
+            self._engine.load_adapter(adapter.name, *adapter_fields)
             self.default_adapter = adapter.name
 
-        def put() -> None:
+        def install() -> None:
             if adapter.base_tensors is None:
                 return load()
-            self._engine.abort(others)
+            self._engine.abort(open_requests)
             self._put_model(adapter.base_tensors, adapter.base_version)
             with quarantine_on_error(
                 adapter.version, self._engine.quarantine
             ):  # else the base without adapters serves
                 load()
 
-        if await self._apply_between_steps(put, manifest):
+        if await self._apply_between_steps(install, manifest):
             if adapter.base_tensors is not None:
                 self.base_manifest, self._model_bytes = (
                     adapter.base_manifest,
@@ -152,6 +166,7 @@ class EngineWeights:
         self._shard_streams.publish_weights()
 
     def _put_model(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Load full weights: wake an engine that has none, or update the others."""
         if self._engine.version < 0 or self.is_waking:
             self._engine.wake(tensors, version)
             self.is_waking = False
@@ -159,9 +174,13 @@ class EngineWeights:
             self._engine.update_weights(tensors, version)
 
     async def _apply_between_steps(self, apply: Callable[[], None], manifest: str) -> bool:
-        """Install new weights between two steps; return False if the engine sleeps by then."""
+        """Run `apply` on the driver thread between two steps; return False if the engine sleeps by
+        then.
 
-        def put() -> bool:
+        If `apply` fails halfway, report the quarantine to the shards.
+        """
+
+        def install() -> bool:
             if self.is_asleep:
                 return False
             try:
@@ -174,24 +193,28 @@ class EngineWeights:
             self._set_computing_manifest(manifest)
             return True
 
-        alone = self._time_slices is None or not self._time_slices.is_enabled
-        within_s = BETWEEN_STEPS_TIMEOUT_S if alone else SLICE_WAIT_TIMEOUT_S
-        what = "the engine's update of its weights"
-        return await self._commands.run_between_steps(put, what, within_s, needs_slice=True)
+        is_unsliced = self._time_slices is None or not self._time_slices.is_enabled
+        timeout_s = BETWEEN_STEPS_TIMEOUT_S if is_unsliced else SLICE_WAIT_TIMEOUT_S
+        description = "the engine's update of its weights"
+        return await self._commands.run_between_steps(
+            install, description, timeout_s, needs_slice=True
+        )
 
     def _set_computing_manifest(self, manifest: str) -> None:
+        """Set the manifest that the engine computes with, for the host cache too."""
         self.computing_manifest = manifest
         if self.host_cache is not None:
             self.host_cache.set_weights(manifest, list(self._engine.adapter_versions))
 
     def _record_loaded(self, manifest: str, lineage: int, weight_bytes: int) -> None:
+        """Record loaded weights, and notify the shards and `EngineSleeper.wake`."""
         self.manifest, self.loaded_bytes = manifest, weight_bytes
         self.start_s = self.start_s or self._mesh.clock.monotonic() - self.process_started_s
         self.loaded_event.set()
         self.enter_lineage(lineage)
 
     def _report_quarantine(self) -> None:
-        """Report weights of undefined state: shards receive that the engine has none.
+        """Notify the shards that the engine has no version, as its weights are undefined.
 
         `follow_versions` then requests a complete version again.
         """
@@ -201,10 +224,10 @@ class EngineWeights:
 
 
 class EngineSleeper:
-    """Sleep control of an engine: it frees weights and cache between two steps.
+    """Control of an engine's sleep, which frees weights and cache between two steps.
 
-    Running requests wait and lose no token. The store has the weights; caches of sessions are
-    computed again. `cache_tokens`: capacity of the engine's cache.
+    Running requests wait and lose no token. Nothing is saved: the store has the weights, and caches
+    of sessions are computed again. `cache_tokens`: capacity of the engine's cache.
     """
 
     def __init__(
@@ -220,22 +243,27 @@ class EngineSleeper:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the weights and of the space for the cache."""
+        """Bytes of the weights and of the space for the cache; 0 while asleep or before the first
+        weights.
+        """
         weights = self._weights
         if weights.is_asleep or (self._engine.version < 0 and not weights.loaded_bytes):
             return 0
         return weights.loaded_bytes + self._cache_tokens * self._engine.cache_bytes_per_token
 
     async def sleep(self, save: SaveTensors) -> None:
-        """Put the engine to sleep until `wake`; no new version is fetched in that time."""
+        """Put the engine to sleep until `wake`; until then it fetches no new version.
 
-        def rest() -> None:
+        `save` is not used, as the store has all state.
+        """
+
+        def put_to_sleep() -> None:
             self._engine.sleep()
             self._engine.pause()
 
         self._weights.is_asleep = True  # `follow_versions` loads nothing from now on
         try:
-            await self._commands.run_between_steps(rest, "putting the engine to sleep")
+            await self._commands.run_between_steps(put_to_sleep, "putting the engine to sleep")
         except BaseException:
             self._weights.is_asleep = False
             raise
@@ -243,7 +271,13 @@ class EngineSleeper:
         await self._mesh.host.run_blocking(trim_heap, deadline_s=LOAD_TIMEOUT_S)
 
     async def wake(self, restore: RestoreTensors) -> None:
-        """Load the current version; raise Refused, and stay asleep, if it is unavailable."""
+        """Resume the engine; if it had weights before, wait until the current version is loaded.
+
+        `restore` is not used, as the store has all state.
+
+        Raises:
+            Refused: No version was loaded within LOAD_TIMEOUT_S; the engine sleeps again.
+        """
         weights, engine = self._weights, self._engine
         had_weights = engine.version >= 0
         weights.loaded_event.clear()
@@ -268,6 +302,7 @@ class EngineSleeper:
 
     @property
     def is_removable(self) -> bool:
+        """True: the store has all state at any time."""
         return True
 
     async def cancel_removal(self) -> None:

@@ -161,7 +161,7 @@ class Episode:
             ids = await self._sampled_ids
         if self._is_cut and not ids:
             turn.trace.stop("max_total_tokens")
-            raise ProviderError("the trajectory has no room for another turn", status_code=400)
+            raise ProviderError("the trajectory has reached its limit of tokens", status_code=400)
         prompt = list(self._conversation.ids)
         reply = self._conversation.append_turn(ids)
         return self._build_response(model, prompt, ids, reply, bridged=bool(turn.prefix_node_ids))

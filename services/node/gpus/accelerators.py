@@ -20,6 +20,8 @@ from meshrl.common.mesh.process.host import Host
 
 @dataclass(frozen=True)
 class WorkerAccelerator:
+    """Accelerator of one worker: a GPU, or a CPU slot."""
+
     name: str  # "cpu:0", "cuda:0 NVIDIA H200"
     env: Mapping[str, str] = field(default_factory=dict)  # limits a process to this device
     memory_bytes: int = 0  # of its memory; 0: unknown
@@ -27,11 +29,13 @@ class WorkerAccelerator:
 
 
 def list_cpu_slots(count: int, emulated_kinds: Sequence[str] = ()) -> list[WorkerAccelerator]:
-    """Return CPU slots of one thread each: two threads would compete for the cores of a small
-    machine.
+    """Return CPU slots of one thread each, as two threads would compete for a small machine's
+    cores.
 
-    The first slots emulate accelerators of `emulated_kinds`. ConfigError when a kind is not
-    declared or has no slot.
+    The first slots emulate accelerators of `emulated_kinds`.
+
+    Raises:
+        ConfigError: A kind is not declared, or has no slot.
     """
     kinds = [match_kind(name) for name in emulated_kinds]
     for name, kind in zip(emulated_kinds, kinds, strict=True):
@@ -49,7 +53,7 @@ def list_cpu_slots(count: int, emulated_kinds: Sequence[str] = ()) -> list[Worke
 
 
 def _config_error(message: str, fix: str) -> ConfigError:
-    return ConfigError(message, where="--emulate, $MESHRL_EMULATED_ACCELERATORS", fix=f"name {fix}")
+    return ConfigError(message, where="--emulate, $MESHRL_EMULATED_ACCELERATORS", fix=f"Name {fix}")
 
 
 def list_gpus(devices: list[Device], count: int) -> list[WorkerAccelerator]:
@@ -68,15 +72,17 @@ def list_gpus(devices: list[Device], count: int) -> list[WorkerAccelerator]:
 async def discover_accelerators(
     host: Host, device: str, workers: int, emulated_kinds: Sequence[str] = ()
 ) -> list[WorkerAccelerator]:
-    """Return the accelerators of `device` ("cpu" or "cuda").
+    """Return the accelerators of `device` ("cpu" or "cuda"): `workers` of them, or all GPUs if 0.
 
-    ConfigError if there are none, or fewer than `workers`. `emulated_kinds`: see `list_cpu_slots`;
-    GPUs emulate nothing.
+    `emulated_kinds`: see `list_cpu_slots`; GPUs emulate nothing.
+
+    Raises:
+        ConfigError: There are no accelerators, or fewer than `workers`; or GPUs are to emulate.
     """
     if device == "cpu":
         return list_cpu_slots(workers, emulated_kinds)
     if emulated_kinds:
         raise _config_error(
-            f"accelerators of --device {device} cannot be emulated", "none, or --device cpu"
+            f"accelerators of --device {device} cannot be emulated", "none, or use --device cpu"
         )
     return list_gpus(await host.run_blocking(select_devices, deadline_s=DRIVER_TIMEOUT_S), workers)

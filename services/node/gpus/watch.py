@@ -44,17 +44,18 @@ class WatchedDevice:
 
 
 class GpuWatch:
-    """Watch over GPUs that makes one driver call at a time, however long a call takes."""
+    """Monitor of a host's GPUs; it makes one driver call at a time, however long a call takes."""
 
     def __init__(
         self, mesh: Mesh, devices: Mapping[str, Device], append_event: AppendEvent
     ) -> None:
-        """Create a watch; `devices`: by worker."""
+        """Create a monitor of the devices, which are given by worker name."""
         self._mesh, self._append_event = mesh, append_event
         self._devices = {worker: WatchedDevice(device) for worker, device in devices.items()}
-        self._session = DriverSession([seen.device for seen in self._devices.values()])
+        self._session = DriverSession([monitored.device for monitored in self._devices.values()])
 
     async def run(self) -> None:
+        """Read the devices every READ_S seconds until cancelled; return at once without devices."""
         try:
             while self._devices:
                 await self._poll()
@@ -64,19 +65,21 @@ class GpuWatch:
                 self._session.close()
 
     def stats(self) -> dict[str, Any]:
-        """Statistics by worker for each figure that the driver reports; empty without a GPU."""
-        found: dict[str, Any] = {}
-        for worker, seen in self._devices.items():
-            reading = seen.reading
+        """Return the figures of the last reading: by stat name, then by worker; empty without a
+        GPU.
+        """
+        figures: dict[str, Any] = {}
+        for worker, monitored in self._devices.items():
+            reading = monitored.reading
             for name, key in STAT_NAMES.items():
                 if (value := getattr(reading, name)) is not None:
-                    found.setdefault(key, {})[worker] = value
+                    figures.setdefault(key, {})[worker] = value
             if reading.throttled is not None:
-                found.setdefault("gpu_throttled", {})[worker] = len(reading.throttled)
-                found.setdefault("gpu_throttle_reasons", {})[worker] = list(reading.throttled)
-            found.setdefault("gpu_lost", {})[worker] = int(bool(reading.lost))
-            found.setdefault("gpu_xid", {})[worker] = seen.last_xid
-        return found
+                figures.setdefault("gpu_throttled", {})[worker] = len(reading.throttled)
+                figures.setdefault("gpu_throttle_reasons", {})[worker] = list(reading.throttled)
+            figures.setdefault("gpu_lost", {})[worker] = int(bool(reading.lost))
+            figures.setdefault("gpu_xid", {})[worker] = monitored.last_xid
+        return figures
 
     async def _poll(self) -> None:
         if self._session.is_busy:  # the abandoned call still hangs in the driver
@@ -85,20 +88,25 @@ class GpuWatch:
         try:
             readings, errors = await run(self._session.read_devices, deadline_s=DRIVER_TIMEOUT_S)
         except (MeshError, OSError) as error:
-            late = isinstance(error, DeadlineExceeded)
-            why = f"the driver has not answered for {DRIVER_TIMEOUT_S:g} s" if late else str(error)
+            is_timeout = isinstance(error, DeadlineExceeded)
+            why = (
+                f"the driver has not answered for {DRIVER_TIMEOUT_S:g} s"
+                if is_timeout
+                else str(error)
+            )
             readings, errors = [DeviceReading(lost=why) for _ in self._devices], []
-        for (worker, seen), reading in zip(self._devices.items(), readings, strict=True):
-            xids = [xid for uuid, xid in errors if uuid == seen.device.gpu_uuid]
-            await self._update_device(worker, seen, reading, xids)
+        for (worker, monitored), reading in zip(self._devices.items(), readings, strict=True):
+            xids = [xid for uuid, xid in errors if uuid == monitored.device.gpu_uuid]
+            await self._update_device(worker, monitored, reading, xids)
 
     async def _update_device(
         self, worker: str, monitored: WatchedDevice, reading: DeviceReading, xids: list[int]
     ) -> None:
-        before, monitored.reading = monitored.reading, reading
-        if reading.lost and not before.lost:
+        """Store a reading; report a lost or returned device, XID errors, and new ECC errors."""
+        previous, monitored.reading = monitored.reading, reading
+        if reading.lost and not previous.lost:
             await self._report_event(worker, monitored, "lost", why=reading.lost)
-        if before.lost and not reading.lost:
+        if previous.lost and not reading.lost:
             await self._report_event(
                 worker, monitored, "back", why="the driver reaches the device again"
             )
@@ -107,17 +115,17 @@ class GpuWatch:
             monitored.reported_ecc_errors = 0
         if xids or count > monitored.reported_ecc_errors:
             monitored.last_xid = xids[-1] if xids else monitored.last_xid
-            more = count - monitored.reported_ecc_errors
+            new_errors = count - monitored.reported_ecc_errors
             monitored.reported_ecc_errors = count
-            await self._report_event(worker, monitored, "errors", uncorrected=more, xids=xids)
+            await self._report_event(worker, monitored, "errors", uncorrected=new_errors, xids=xids)
 
     async def _report_event(
         self, worker: str, monitored: WatchedDevice, what: str, **fields: Any
     ) -> None:
         device = monitored.device
-        about = {"worker": worker, "gpu": device.label, "uuid": device.uuid, "what": what}
-        self._mesh.telemetry.log.error("gpu", **about, **fields)
-        await self._append_event(EVENT, about | fields)
+        device_fields = {"worker": worker, "gpu": device.label, "uuid": device.uuid, "what": what}
+        self._mesh.telemetry.log.error("gpu", **device_fields, **fields)
+        await self._append_event(EVENT, device_fields | fields)
 
 
 class DriverSession:
@@ -138,11 +146,11 @@ class DriverSession:
         """
         self.is_busy = True
         try:
-            _, opened, errors = self._handle = self._handle or self._open_driver()
-            readings, news = [opened.read(device) for device in self._devices], errors()
+            _, driver, errors = self._handle = self._handle or self._open_driver()
+            readings, new_errors = [driver.read(device) for device in self._devices], errors()
             if any(reading.lost for reading in readings):
                 self.close()
-            return readings, news
+            return readings, new_errors
         except BaseException:
             self.close()
             raise
@@ -150,12 +158,13 @@ class DriverSession:
             self.is_busy = False
 
     def close(self) -> None:
+        """Close the driver, if it is open; the next read opens it again."""
         if self._handle is not None:
             stack, self._handle = self._handle[0], None
             stack.close()
 
     def _open_driver(self) -> tuple[ExitStack, nvml.NvmlDriver, nvml.ErrorReader]:
         with ExitStack() as stack:
-            opened = stack.enter_context(nvml.open_driver())
-            errors = stack.enter_context(opened.watch_errors(self._devices))
-            return stack.pop_all(), opened, errors
+            driver = stack.enter_context(nvml.open_driver())
+            errors = stack.enter_context(driver.watch_errors(self._devices))
+            return stack.pop_all(), driver, errors

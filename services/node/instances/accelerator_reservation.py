@@ -57,33 +57,38 @@ class AcceleratorReservation:
         self._retry_at = 0.0  # time of the next check for room
 
     def set_desired(self, desired: DesiredRole) -> None:
+        """Replace the desired role; tier moves do not concern a reservation."""
         self.desired = desired
 
     async def start(self) -> None:
-        """Reserve the accelerator if it is free."""
+        """Reserve the accelerator if it is free; see `poll`."""
         await self.poll()
 
     async def poll(self) -> None:
-        """Wait for processes that leave, then record the bytes of the engine's part.
+        """Reserve the accelerator once other processes have left it, by recording the engine's
+        bytes.
 
-        A shortage of memory on this host is reported as a failure, and the reservation is retried.
+        If memory is short or the driver fails, report a failure, and retry after MEMORY_RETRY_S
+        seconds.
         """
         if self.phase == InstancePhase.READY or self._now() < self._retry_at:
             return
         if self._others_are_leaving():
             self.detail = "waiting until other instances have left the accelerator"
             return
-        around, resident = self._context, self.desired.instance
+        context, instance = self._context, self.desired.instance
         try:
-            size = await around.gpu_memory.estimate_min_bytes(resident)
-            first = _current_report(resident, resident.reports, resident.ranks[0])
-            if first is None or first.tier != Tier.ACCELERATOR:  # else it has the memory already
-                await around.gpu_memory.check_free(
-                    resident, self.name, size, self._worker_processes()
+            size_bytes = await context.gpu_memory.estimate_min_bytes(instance)
+            first_report = _current_report(instance, instance.reports, instance.ranks[0])
+            if (
+                first_report is None or first_report.tier != Tier.ACCELERATOR
+            ):  # else it has the memory already
+                await context.gpu_memory.check_free(
+                    instance, self.name, size_bytes, self._worker_processes()
                 )
-            around.budgets.record_usage(self.name, TierBytes(accelerator=size))
+            context.budgets.record_usage(self.name, TierBytes(accelerator=size_bytes))
         except OverBudget as error:
-            around.budgets.remove(self.name)
+            context.budgets.remove(self.name)
             self._mark_failed(str(error))
         except (DeadlineExceeded, StateUnavailable, GpuLost, GpuQueryFailed, NoDriver) as error:
             self._mark_failed(str(error))
@@ -91,6 +96,7 @@ class AcceleratorReservation:
             self.phase, self.detail, self.tier = InstancePhase.READY, "", Tier.ACCELERATOR
 
     async def stop(self, reason: str, *, worker_stops: bool = False) -> None:
+        """Free the reserved bytes at once."""
         self._context.budgets.record_exit(self.name)
         self.phase, self.detail, self.tier = InstancePhase.GONE, "", Tier.ABSENT
 
@@ -108,10 +114,10 @@ class AcceleratorReservation:
 async def read_reservations(
     state: StateClient, desired: DesiredRole
 ) -> tuple[list[str], list[str]]:
-    """Return the GPU UUIDs of an engine's process, and the workers whose accelerator is not free
-    yet.
+    """Return the GPU UUIDs for an engine's process, and the workers that have no reservation yet.
 
-    CPU workers have no UUIDs.
+    The UUIDs are empty until no worker is missing, and for CPU workers. A gang that is gone counts
+    as a missing worker. A process on one worker needs no reservations: both lists are empty.
     """
     if not desired.spans_workers:
         return [], []
@@ -119,18 +125,22 @@ async def read_reservations(
     if gang is None:
         return [], ["its gang"]
     ranks = desired.instance.ranks
-    there = next((one for one in gang.instances if one.id == desired.instance.id), None)
-    told = (
-        {rank: _current_report(desired.instance, there.reports, rank) for rank in ranks}
-        if there
+    instance = next(
+        (candidate for candidate in gang.instances if candidate.id == desired.instance.id), None
+    )
+    reports = (
+        {rank: _current_report(desired.instance, instance.reports, rank) for rank in ranks}
+        if instance
         else {}
     )
-    keep = [rank for rank, report in told.items() if report and report.phase == InstancePhase.READY]
-    if lacking := [gang.workers[rank] for rank in ranks[1:] if rank not in keep]:
-        return [], lacking
+    ready_ranks = [
+        rank for rank, report in reports.items() if report and report.phase == InstancePhase.READY
+    ]
+    if missing_workers := [gang.workers[rank] for rank in ranks[1:] if rank not in ready_ranks]:
+        return [], missing_workers
     uuids = {worker.id: worker.uuid for worker in await pool.read_workers(state)}
-    own = [gang.workers[rank] for rank in ranks]
-    return [uuid for uuid in map(uuids.get, own) if uuid], []
+    workers = [gang.workers[rank] for rank in ranks]
+    return [uuid for uuid in map(uuids.get, workers) if uuid], []
 
 
 def _current_report(

@@ -17,7 +17,10 @@ BUDGET_FIELDS = {Tier.ACCELERATOR: "accelerator", Tier.MEMORY: "memory", Tier.DI
 
 
 class OverBudget(StorageFull):
-    """Error raised when an instance has too little room; `usage`: it occupies the bytes already."""
+    """Error raised when an instance has too little room.
+
+    `already_used`: the instance occupies the bytes already, so it must end.
+    """
 
     code = "over_budget"
 
@@ -29,7 +32,7 @@ class OverBudget(StorageFull):
 
 
 class Budgets:
-    """Bytes by process name.
+    """Bytes in use and claimed, by process name, against the worker's budgets.
 
     A move is claimed before it begins, so that two concurrent moves never take the same room.
     """
@@ -45,16 +48,17 @@ class Budgets:
         ] = {}  # highest accelerator bytes of each process
 
     def get_usage(self, name: str) -> TierBytes:
+        """Return the last reported bytes of a process name; zeros if none is known."""
         return self._usage.get(name, TierBytes())
 
     def get_peak_accelerator_bytes(self, name: str) -> int:
         """Return the most accelerator bytes that a process has reported so far."""
         return self._peak_accelerator_bytes.get(name, 0)
 
-    def used_bytes(self, tier: Tier, excluding: str = "") -> int:
-        """Return the bytes of a tier that all but `excluding` use or have claimed."""
+    def sum_used_bytes(self, tier: Tier, excluding: str = "") -> int:
+        """Return the bytes of a tier that all processes except `excluding` use or have claimed."""
         field = BUDGET_FIELDS[tier]
-        claims = {name: size for name, (to, size) in self._claims.items() if to == tier}
+        claims = {name: size for name, (target, size) in self._claims.items() if target == tier}
         return sum(
             max(int(getattr(self.get_usage(name), field)), claims.get(name, 0))
             for name in self._usage.keys() | claims.keys()
@@ -63,18 +67,19 @@ class Budgets:
 
     def stats(self) -> dict[str, int]:
         """Return the bytes used or claimed by tier, and the budget of each tier that has one."""
-        found = {str(tier): self.used_bytes(tier) for tier in BUDGET_FIELDS}
-        budget = {
-            f"{tier}_budget": int(getattr(self.limits, at)) for tier, at in BUDGET_FIELDS.items()
+        used = {str(tier): self.sum_used_bytes(tier) for tier in BUDGET_FIELDS}
+        budgets = {
+            f"{tier}_budget": int(getattr(self.limits, field))
+            for tier, field in BUDGET_FIELDS.items()
         }
-        return found | {name: most for name, most in budget.items() if most}
+        return used | {name: limit_bytes for name, limit_bytes in budgets.items() if limit_bytes}
 
     def check_start(self, name: str) -> None:
         """Raise OverBudget when other processes use all of the accelerator.
 
         The bytes that the new process will take are unknown.
         """
-        limit, used = self.limits.accelerator, self.used_bytes(Tier.ACCELERATOR, excluding=name)
+        limit, used = self.limits.accelerator, self.sum_used_bytes(Tier.ACCELERATOR, excluding=name)
         if limit and used >= limit:
             raise OverBudget(
                 f"{name} needs the accelerator, and other instances use {used} of its {limit} "
@@ -86,38 +91,42 @@ class Budgets:
     def claim(self, name: str, tier: Tier) -> None:
         """Claim the room for a move to a tier until `record_usage` or `cancel_claim`.
 
-        OverBudget, with the numbers, when the budget or the host has too little.
+        Raises:
+            OverBudget: The budget or the host has too little room.
         """
         if tier == Tier.ABSENT:
             return
         # On the accelerator a move takes the peak (an engine's weights are not offloaded below
         # it); elsewhere it takes what is on the accelerator now, or has come from there.
-        held, field = self.get_usage(name), BUDGET_FIELDS[tier]
-        kept = held.accelerator or max(held.memory, held.disk)
-        size = self.get_peak_accelerator_bytes(name) if tier == Tier.ACCELERATOR else kept
+        usage, field = self.get_usage(name), BUDGET_FIELDS[tier]
+        offloaded_bytes = usage.accelerator or max(usage.memory, usage.disk)
+        size_bytes = (
+            self.get_peak_accelerator_bytes(name) if tier == Tier.ACCELERATOR else offloaded_bytes
+        )
         limit = int(getattr(self.limits, field))
-        used = self.used_bytes(tier, excluding=name)
-        if limit and used + size > limit:
+        used = self.sum_used_bytes(tier, excluding=name)
+        if limit and used + size_bytes > limit:
             raise OverBudget(
-                f"{name} needs {size} bytes of {tier}, and other instances use {used} of {limit}",
+                f"{name} needs {size_bytes} bytes of {tier}, and other instances use {used} "
+                f"of {limit}",
                 where=f"--{field}-bytes",
                 fix="Move another instance away, or give the worker a larger budget",
             )
-        self._check_host(name, tier, size)
-        self._claims[name] = (tier, size)
+        self._check_host(name, tier, size_bytes)
+        self._claims[name] = (tier, size_bytes)
 
     def record_usage(self, name: str, usage: TierBytes) -> None:
-        """Record the bytes that a process reports.
+        """Replace the bytes of a process by those that it reports; its claim ends.
 
-        OverBudget when its accelerator bytes exceed the budget; the usage is recorded all the same,
-        until `record_exit`.
+        Raises:
+            OverBudget: The accelerator's budget is exceeded. The usage is recorded nevertheless.
         """
         self._claims.pop(name, None)
         self._usage[name] = usage
         self._peak_accelerator_bytes[name] = max(
             usage.accelerator, self._peak_accelerator_bytes.get(name, 0)
         )
-        limit, used = self.limits.accelerator, self.used_bytes(Tier.ACCELERATOR)
+        limit, used = self.limits.accelerator, self.sum_used_bytes(Tier.ACCELERATOR)
         if limit and used > limit and usage.accelerator:
             raise OverBudget(
                 f"{name} uses {usage.accelerator} bytes of the accelerator, which makes {used} "
@@ -132,31 +141,34 @@ class Budgets:
         self._claims.pop(name, None)
 
     def record_exit(self, name: str) -> None:
-        """Remove a process that has exited. The worker owns what remains of it in memory and on
-        disk.
+        """Clear the accelerator bytes and the claim of a process that has exited.
+
+        Its bytes in memory and on disk still count: the worker owns the offloaded state.
         """
         self._claims.pop(name, None)
         if name in self._usage:
             self._usage[name] = replace(self._usage[name], accelerator=0)
 
     def remove(self, name: str) -> None:
-        for figures in (self._claims, self._usage, self._peak_accelerator_bytes):
-            figures.pop(name, None)
+        """Remove a process name with all its bytes, peak and claim."""
+        for table in (self._claims, self._usage, self._peak_accelerator_bytes):
+            table.pop(name, None)
 
     def _check_host(self, name: str, tier: Tier, size_bytes: int) -> None:
+        """Raise OverBudget if the host has too little free memory or disk for the tier."""
         if tier == Tier.ACCELERATOR:
             return
-        room = self._host.measure_free_space(self._directory)
-        left, spare = (
-            (room.memory_bytes, SPARE_MEMORY_BYTES)
+        free_space = self._host.measure_free_space(self._directory)
+        free_bytes, spare_bytes = (
+            (free_space.memory_bytes, SPARE_MEMORY_BYTES)
             if tier == Tier.MEMORY
-            else (room.disk_bytes, SPARE_DISK_BYTES)
+            else (free_space.disk_bytes, SPARE_DISK_BYTES)
         )
-        more = max(0, size_bytes - int(getattr(self.get_usage(name), BUDGET_FIELDS[tier])))
-        if more and left - more < spare:
+        more_bytes = max(0, size_bytes - int(getattr(self.get_usage(name), BUDGET_FIELDS[tier])))
+        if more_bytes and free_bytes - more_bytes < spare_bytes:
             raise OverBudget(
-                f"{name} needs {more} bytes of {tier}, and this host has {left} free, of which "
-                f"{spare} are reserved",
+                f"{name} needs {more_bytes} bytes of {tier}, and this host has {free_bytes} free, "
+                f"of which {spare_bytes} are reserved",
                 where=str(self._directory) if tier == Tier.DISK else "MemAvailable",
                 fix="Free some: other processes of this host use the rest",
             )

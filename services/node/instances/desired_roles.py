@@ -30,6 +30,7 @@ class DesiredRole:
 
     @property
     def name(self) -> str:
+        """Registry name of the process, such as `engine/g3.0`."""
         return process_names.role_process_name(self.instance, self.rank_index)
 
     @property
@@ -67,29 +68,30 @@ class DesiredRole:
 
     @property
     def last_report(self) -> InstanceReport | None:
+        """Last report of this worker on the instance, from the record; None: none yet."""
         return self.instance.reports.get(self.rank)
 
     def build_argv(self, commands: Mapping[str, list[str]]) -> list[str]:
         """Return the command line; ConfigError for a role without a command."""
-        resident = self.instance
-        if resident.role not in commands:
+        instance = self.instance
+        if instance.role not in commands:
             raise ConfigError(
-                f"no command is configured for the role '{resident.role}'",
-                where=f"instance {resident.id}",
+                f"no command is configured for the role '{instance.role}'",
+                where=f"instance {instance.id}",
             )
-        seat = Placement(
+        placement = Placement(
             self.gang,
-            resident.id,
-            resident.job,
-            resident.generation,
-            resident.core,
+            instance.id,
+            instance.job,
+            instance.generation,
+            instance.core,
             self.rank_index,
-            len(resident.ranks),
-            resident.time_sliced,
+            len(instance.ranks),
+            instance.time_sliced,
             self.slice_scheduler,
-            resident.expert_split,
+            instance.expert_split,
         )
-        return [*commands[resident.role], *seat.to_args()]
+        return [*commands[instance.role], *placement.to_args()]
 
 
 def list_desired_roles(gang: Gang | None, worker: str) -> dict[str, DesiredRole]:
@@ -97,28 +99,36 @@ def list_desired_roles(gang: Gang | None, worker: str) -> dict[str, DesiredRole]
 
     Of two instances with one process name, the first on record has it.
     """
-    found: dict[str, DesiredRole] = {}
-    for wish in _list_roles(gang, worker):
-        found.setdefault(wish.name, wish)
-    return found
+    roles: dict[str, DesiredRole] = {}
+    for desired in _list_roles(gang, worker):
+        roles.setdefault(desired.name, desired)
+    return roles
 
 
 def find_name_conflicts(gang: Gang | None, worker: str) -> list[tuple[DesiredRole, str]]:
     """Return the roles that a worker cannot run, each with the instance that has its name."""
-    has = list_desired_roles(gang, worker)
-    found = ((wish, has[wish.name].instance.id) for wish in _list_roles(gang, worker))
-    return [(wish, holder) for wish, holder in found if wish.instance.id != holder]
+    roles = list_desired_roles(gang, worker)
+    holders = ((desired, roles[desired.name].instance.id) for desired in _list_roles(gang, worker))
+    return [(desired, holder) for desired, holder in holders if desired.instance.id != holder]
 
 
 def _list_roles(gang: Gang | None, worker: str) -> list[DesiredRole]:
     if gang is None or worker not in gang.workers:
         return []
-    rank, keeper = gang.workers.index(worker), process_names.worker_name(gang.workers[0])
-    return [DesiredRole(gang.id, r, rank, keeper) for r in gang.instances if rank in r.ranks]
+    rank, slice_scheduler = gang.workers.index(worker), process_names.worker_name(gang.workers[0])
+    return [
+        DesiredRole(gang.id, instance, rank, slice_scheduler)
+        for instance in gang.instances
+        if rank in instance.ranks
+    ]
 
 
 def override_commands(overrides: list[str]) -> dict[str, list[str]]:
-    """Return the commands, with `ROLE=COMMAND` replacing or adding some."""
+    """Return the commands of roles; each `ROLE=COMMAND` replaces or adds one.
+
+    Raises:
+        ConfigError: An override has another form.
+    """
     commands = dict(COMMANDS)
     for override in overrides:
         role, equals, command = override.partition("=")

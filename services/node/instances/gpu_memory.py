@@ -29,7 +29,7 @@ class GpuMemoryFull(OverBudget):
 
 
 class GpuMemoryGuard:
-    """Memory guard of the device with this UUID; without a UUID every check passes."""
+    """Check of one GPU's free memory; without a UUID every check passes."""
 
     def __init__(self, mesh: Mesh, uuid: str = "") -> None:
         self._mesh, self._uuid = mesh, uuid
@@ -40,21 +40,23 @@ class GpuMemoryGuard:
         """Check that the GPU has the minimum memory of an instance free.
 
         The minimum follows from its job's model, or from `peak_bytes` of its earlier process.
-        `worker_processes`: this worker's processes, by pid.
+        `worker_processes`: names of this worker's processes by pid, for the error.
 
         Raises:
             GpuMemoryFull: Too little memory is free.
-            GpuLost, GpuQueryFailed: The driver does not answer.
+            GpuLost, GpuQueryFailed, NoDriver: The driver fails.
+            DeadlineExceeded: The driver does not answer.
+            StateUnavailable: Redis does not answer.
         """
         if not self._uuid:
             return
-        needed = max(peak_bytes, await self.estimate_min_bytes(instance)) + CUDA_CONTEXT_BYTES
+        needed_bytes = max(peak_bytes, await self.estimate_min_bytes(instance)) + CUDA_CONTEXT_BYTES
         memory = await self._mesh.host.run_blocking(
             _read_memory, self._uuid, deadline_s=DRIVER_TIMEOUT_S
         )
-        if memory is not None and memory.free_bytes < needed:
+        if memory is not None and memory.free_bytes < needed_bytes:
             raise GpuMemoryFull(
-                f"{name} needs {needed} bytes of GPU {self._uuid}, which has "
+                f"{name} needs {needed_bytes} bytes of GPU {self._uuid}, which has "
                 f"{memory.free_bytes} free of "
                 f"{memory.total_bytes}; {describe_holders(memory, worker_processes)}",
                 where=self._mesh.name,
@@ -62,28 +64,32 @@ class GpuMemoryGuard:
             )
 
     async def estimate_min_bytes(self, instance: Instance) -> int:
-        """Return the minimum bytes of an instance on each of its workers, by the model's shape; 0:
-        unknown.
+        """Estimate an instance's minimum bytes on each of its workers from its job's model.
+
+        Return 0 if the job is no longer in Redis.
         """
         try:
             row = await jobs.read_job(self._mesh.state, instance.job)
         except NotFound:
             return 0
-        need = derive_requirements(row.document)
-        return estimate_accelerator_bytes(instance.role, instance.core, len(instance.ranks), need)
+        requirements = derive_requirements(row.document)
+        return estimate_accelerator_bytes(
+            instance.role, instance.core, len(instance.ranks), requirements
+        )
 
 
 def describe_holders(memory: DeviceMemory, worker_processes: Mapping[int, str]) -> str:
+    """Describe the largest processes on a GPU for an error message, with pid, name and bytes."""
     parts = []
-    for one in memory.processes[:MAX_NAMED_HOLDERS]:
-        who = worker_processes.get(one.pid) or one.name
-        size = "an unknown number of" if one.used_bytes is None else str(one.used_bytes)
-        parts.append(f"process {one.pid}{f' ({who})' if who else ''} uses {size} bytes")
-    if (more := len(memory.processes) - MAX_NAMED_HOLDERS) > 0:
-        parts.append(f"{more} more processes use memory")
+    for process in memory.processes[:MAX_NAMED_HOLDERS]:
+        name = worker_processes.get(process.pid) or process.name
+        size = "an unknown number of" if process.used_bytes is None else str(process.used_bytes)
+        parts.append(f"process {process.pid}{f' ({name})' if name else ''} uses {size} bytes")
+    if (unlisted_count := len(memory.processes) - MAX_NAMED_HOLDERS) > 0:
+        parts.append(f"{unlisted_count} more processes use memory")
     return ", ".join(parts) or "the driver reports no process that uses the memory"
 
 
 def _read_memory(uuid: str) -> DeviceMemory | None:
-    with nvml.open_driver() as opened:
-        return opened.read_memory(uuid)
+    with nvml.open_driver() as driver:
+        return driver.read_memory(uuid)

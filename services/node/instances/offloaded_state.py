@@ -22,7 +22,7 @@ READ_TIMEOUT_S = 30.0  # to read a head from a busy disk
 async def find_offloaded_state(context: WorkerContext, name: str) -> tuple[Tier, TierBytes]:
     """Return the tier and bytes of the state that a process of this name has offloaded.
 
-    Tier absent: no complete state is there.
+    Memory is preferred to disk. Return Tier.ABSENT if no state is complete.
     """
     mesh = context.mesh
     file = make_offload_path(mesh.settings.make_offload_directory(mesh.name), name)
@@ -33,14 +33,14 @@ async def find_offloaded_state(context: WorkerContext, name: str) -> tuple[Tier,
 
 
 def _read_offloaded_state(segment: str, file: Path) -> tuple[Tier, TierBytes]:
-    if segment and (size := _complete_size_bytes(lambda: MemorySegment(segment))):
+    if segment and (size := _read_complete_size(lambda: MemorySegment(segment))):
         return Tier.MEMORY, TierBytes(memory=size)
-    if size := _complete_size_bytes(lambda: OffloadFile(file)):
+    if size := _read_complete_size(lambda: OffloadFile(file)):
         return Tier.DISK, TierBytes(disk=size)
     return Tier.ABSENT, TierBytes()
 
 
-def _complete_size_bytes(open_medium: Callable[[], OffloadMedium]) -> int:
+def _read_complete_size(open_medium: Callable[[], OffloadMedium]) -> int:
     """Return the bytes of an offloaded state; 0 if it is missing or incomplete."""
     try:
         medium = open_medium()

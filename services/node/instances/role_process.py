@@ -76,7 +76,7 @@ STARTUP_TIMEOUT = Failure(
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Context that the processes of a worker share."""
+    """Objects that a worker shares with the supervisors of its processes."""
 
     mesh: Mesh
     worker: str  # id
@@ -92,7 +92,11 @@ class WorkerContext:
 
 
 class RoleProcess(SupervisorHooks):
-    """Supervisor of at most one process at a time."""
+    """Supervisor of the process that serves one generation of an instance.
+
+    It starts the process, restarts it after an exit, and moves it to the desired tier. At most one
+    process runs at a time. `poll` must be called repeatedly.
+    """
 
     def __init__(
         self,
@@ -100,19 +104,19 @@ class RoleProcess(SupervisorHooks):
         desired: DesiredRole,
         leases: LeaseWatch,
         on_change: Callable[[], None],
-        on_instance_exit: Callable[[str], None] = lambda resident: None,
+        on_instance_exit: Callable[[str], None] = lambda instance: None,
         others_are_leaving: Callable[[], bool] = lambda: False,
         worker_processes: Callable[[], Mapping[int, str]] = dict,
         gpu_uuids: Sequence[str] = (),
     ) -> None:
-        """Create a role process.
+        """Create a supervisor; `start` starts the process.
 
         Args:
             on_change: Called when the process's state changes.
-            on_instance_exit: Called when a process has exited, for any reason.
+            on_instance_exit: Called with the instance's id when a process has exited.
             others_are_leaving: True while another process is about to release accelerator memory.
-            worker_processes: The worker's processes, by pid.
-            gpus: UUIDs that the process may see; empty: its worker's.
+            worker_processes: Names of the worker's processes, by pid.
+            gpu_uuids: UUIDs of the GPUs that the process may see; empty: its worker's GPU.
         """
         self._visible_gpus_env = {CUDA_ENV: ",".join(gpu_uuids)} if gpu_uuids else {}
         self.desired = desired  # of this process; its tier and epoch may change
@@ -151,30 +155,32 @@ class RoleProcess(SupervisorHooks):
 
     @property
     def can_stop(self) -> bool:
-        """True if a checkpoint has all that the process's end would lose."""
+        """True if a stop loses nothing: the process has released its state, or is not ready yet."""
         absent = self._reached is not None and self._reached[0] == Tier.ABSENT
         return absent or not self.is_ready
 
     def set_desired(self, desired: DesiredRole) -> None:
-        """Set the desired state of the record.
+        """Replace the desired state by that of the record.
 
-        Rejections and failures of an earlier desired state do not count for a new one, which is
-        tried at once.
+        A new tier, slicing or epoch is tried at once: rejections of the earlier state no longer
+        count.
         """
-        before, self.desired = self._target, desired
-        if self._target == before:
+        earlier_target, self.desired = self._target, desired
+        if self._target == earlier_target:
             return
         self._retry_at, self._failing_since = 0.0, None
         if self.phase == InstancePhase.FAILED:
-            moves = self._reached is not None
-            doing = InstancePhase.MOVING if moves else InstancePhase.STARTING
+            is_moving = self._reached is not None
+            phase = InstancePhase.MOVING if is_moving else InstancePhase.STARTING
             self._enter_phase(
-                doing, f"from {self.tier} to {desired.instance.tier}" if moves else ""
+                phase, f"from {self.tier} to {desired.instance.tier}" if is_moving else ""
             )
 
     async def start(self) -> None:
-        """Start the process. A start that this host cannot make, now or ever, is reported as a
-        failure.
+        """Start the process, or report why this host cannot; `poll` retries.
+
+        Too little memory and an unknown amount of free memory are reported in `phase` and `detail`.
+        A command that cannot be started is also reported to Redis, which may fail the job.
         """
         self._is_down = False
         try:
@@ -208,41 +214,47 @@ class RoleProcess(SupervisorHooks):
             self._retry_at = self._now() + MEMORY_RETRY_S
         except (DeadlineExceeded, StateUnavailable, GpuLost, GpuQueryFailed, NoDriver) as error:
             self._is_down = True  # the free memory is unknown
-            away = isinstance(error, StateUnavailable)
-            self._report_rejection(InstancePhase.STARTING if away else InstancePhase.FAILED, error)
+            is_redis_away = isinstance(error, StateUnavailable)
+            self._report_rejection(
+                InstancePhase.STARTING if is_redis_away else InstancePhase.FAILED, error
+            )
             self._retry_at = self._now() + MEMORY_RETRY_S
         except (OSError, ConfigError) as error:  # no process, memory or log available now
             self._is_down = True
             failure = Failure.from_error(error)
             self._enter_phase(InstancePhase.FAILED, f"{self.name} cannot be started: {failure}")
             self._retry_at = self._now() + TRY_AGAIN_S
-            end = ChildExit(
+            child_exit = ChildExit(
                 START_FAILED_STATUS,
                 "the process cannot be started",
                 failure,
                 final=failure.is_fatal,
             )
-            await self._report_exit(end)
+            await self._report_exit(child_exit)
 
     async def _check_gpu_memory(self) -> None:
-        """Raise GpuMemoryFull where other programs have the memory that the process needs."""
-        resident, around = self.desired.instance, self._context
-        if resident.tier == Tier.ACCELERATOR:
-            before = around.budgets.get_peak_accelerator_bytes(self.name)
-            await around.gpu_memory.check_free(
-                resident, self.name, before, self._worker_processes()
+        """Raise GpuMemoryFull if other programs have the memory that the process needs."""
+        instance, context = self.desired.instance, self._context
+        if instance.tier == Tier.ACCELERATOR:
+            peak_bytes = context.budgets.get_peak_accelerator_bytes(self.name)
+            await context.gpu_memory.check_free(
+                instance, self.name, peak_bytes, self._worker_processes()
             )
 
     async def stop(self, reason: str, *, worker_stops: bool = False) -> None:
-        """Drain the process, then end it. A process that is not ready has nothing to drain."""
+        """Drain the process for up to DRAIN_S, then end it with SIGTERM, and SIGKILL after GRACE_S.
+
+        A process that is not ready is not drained. With `worker_stops` both limits are
+        WORKER_STOP_S.
+        """
         if worker_stops:
             self._exit_reports.stop()
-        up, self.is_ready = self.is_ready, False
+        was_ready, self.is_ready = self.is_ready, False
         self._enter_phase(InstancePhase.DRAINING, reason)
-        if (settling := self._tier_task) is not None:
-            settling.cancel()
-            await asyncio.wait([settling])
-        if up and self.name in self.supervisor.children:
+        if (tier_task := self._tier_task) is not None:
+            tier_task.cancel()
+            await asyncio.wait([tier_task])
+        if was_ready and self.name in self.supervisor.children:
             ref, deadline_s = self._mesh.ref(self.name), WORKER_STOP_S if worker_stops else DRAIN_S
             try:
                 await ref.call(RoleControl.drain, reason, deadline_s=deadline_s)
@@ -254,7 +266,10 @@ class RoleProcess(SupervisorHooks):
         self._enter_phase(InstancePhase.GONE, "")
 
     async def kill(self, deadline_s: float) -> None:
-        """Kill the process, to be started again. Return when it is dead; DeadlineExceeded."""
+        """Kill the process with SIGKILL, and return when it is dead; the supervisor restarts it.
+
+        Raises DeadlineExceeded if it still exists after `deadline_s` seconds.
+        """
         if (child := self.supervisor.children.get(self.name)) is not None:
             child.kill()
             if await child.wait(deadline_s) is None:
@@ -263,9 +278,10 @@ class RoleProcess(SupervisorHooks):
                 )
 
     async def poll(self) -> None:
-        """Advance the process: ready by its registry entry, then to the desired tier.
+        """Check if the process is ready, and start to move a ready one to the desired tier.
 
-        A failed process is started again after a pause.
+        A start without progress for NO_PROGRESS_TIMEOUT_S is killed. A failed process is started
+        again after a pause.
         """
         if self._is_down:
             if self._now() >= self._retry_at:
@@ -273,11 +289,11 @@ class RoleProcess(SupervisorHooks):
                     await self.supervisor.remove(self.name, 0.0)
                 await self.start()
         elif not self.is_ready:
-            found = await self._startup.poll(self.pid)
-            self.is_ready = found == StartupState.READY
-            if found == StartupState.TIMED_OUT and self.name in self.supervisor.children:
-                late = f"killed: not ready, and no progress for {NO_PROGRESS_TIMEOUT_S:g} s"
-                self._enter_phase(InstancePhase.STARTING, late)
+            startup_state = await self._startup.poll(self.pid)
+            self.is_ready = startup_state == StartupState.READY
+            if startup_state == StartupState.TIMED_OUT and self.name in self.supervisor.children:
+                detail = f"killed: not ready, and no progress for {NO_PROGRESS_TIMEOUT_S:g} s"
+                self._enter_phase(InstancePhase.STARTING, detail)
                 self._timed_out_pid = self.pid
                 self.supervisor.children[self.name].kill()
         may_move = self.is_ready and self._tier_task is None and self._now() >= self._retry_at
@@ -288,13 +304,14 @@ class RoleProcess(SupervisorHooks):
 
     @property
     def _target(self) -> tuple[Tier, bool, int]:
-        resident = self.desired.instance
-        return resident.tier, resident.time_sliced, resident.epoch
+        """Desired tier, time slicing and epoch."""
+        instance = self.desired.instance
+        return instance.tier, instance.time_sliced, instance.epoch
 
     async def _set_tier(self) -> None:
         """Send the desired tier to the process, and notify the worker of the result."""
-        wanted, budgets = self._target, self._context.budgets
-        tier, turns, epoch = wanted
+        target, budgets = self._target, self._context.budgets
+        tier, time_sliced, epoch = target
         try:
             if tier != self.tier:
                 budgets.claim(self.name, tier)
@@ -304,26 +321,29 @@ class RoleProcess(SupervisorHooks):
                     self._enter_phase(InstancePhase.MOVING, f"from {self.tier} to {tier}")
                     self._on_change()
             files = self._mesh.settings.make_offload_directory(self._mesh.name)
-            ask = SetTier(tier, epoch, turns, self._mesh.name, files)
-            answer = await self._mesh.ref(self.name).call(RoleControl.set_tier, ask)
-            held = TierBytes(answer.accelerator_bytes, answer.memory_bytes, answer.disk_bytes)
-            self.tier, self._reached = tier, wanted
+            request = SetTier(tier, epoch, time_sliced, self._mesh.name, files)
+            answer = await self._mesh.ref(self.name).call(RoleControl.set_tier, request)
+            usage = TierBytes(answer.accelerator_bytes, answer.memory_bytes, answer.disk_bytes)
+            self.tier, self._reached = tier, target
             self._failing_since = None
-            budgets.record_usage(self.name, held)
+            budgets.record_usage(self.name, usage)
             self._enter_phase(InstancePhase.READY, "")
         except MeshError as error:
-            await self._set_tier_failed(error, wanted)
+            await self._handle_set_tier_error(error, target)
         finally:
             budgets.cancel_claim(self.name)
             self._tier_task = None
             self._on_change()
 
-    async def _set_tier_failed(self, error: MeshError, target: tuple[Tier, bool, int]) -> None:
-        """Keep the process at its tier after a failed move, to be retried.
+    async def _handle_set_tier_error(
+        self, error: MeshError, target: tuple[Tier, bool, int]
+    ) -> None:
+        """Keep the process at its tier after a failed move, and set when to retry.
 
-        A process that has turned out to be larger than the accelerator ends: others compute there.
+        A process that has turned out to be larger than the accelerator is ended, as others compute
+        there.
         """
-        over, now = isinstance(error, OverBudget), self._now()
+        is_over_budget, now = isinstance(error, OverBudget), self._now()
         if isinstance(error, OverBudget) and error.already_used:
             self._enter_phase(InstancePhase.DRAINING, str(error))
             with suppress(NotFound):
@@ -331,25 +351,25 @@ class RoleProcess(SupervisorHooks):
             self._is_down = True
         elif self._target != target:  # a later desired state is on record, and is tried at once
             return
-        elif over and target[0] == Tier.ACCELERATOR and self._others_are_leaving():
+        elif is_over_budget and target[0] == Tier.ACCELERATOR and self._others_are_leaving():
             self._report_rejection(
                 InstancePhase.STARTING if self._reached is None else InstancePhase.MOVING, error
             )
             self._retry_at = now + SET_TIER_RETRY_S
             return
-        again_s = SET_TIER_RETRY_S  # busy, starting, or a later desired state is on record
+        retry_s = SET_TIER_RETRY_S  # busy, starting, or a later desired state is on record
         if isinstance(error, StorageFull):
             self._report_rejection(InstancePhase.FAILED, error)
-            again_s = MEMORY_RETRY_S if over else TRY_AGAIN_S
+            retry_s = MEMORY_RETRY_S if is_over_budget else TRY_AGAIN_S
         elif self.is_ready and self._is_persistent(error, now):
             self._report_rejection(InstancePhase.FAILED, error)
-            again_s = TRY_AGAIN_S
+            retry_s = TRY_AGAIN_S
         elif self.is_ready and not isinstance(error, Fenced):
             self._report_rejection(self.phase, error)
-        self._retry_at = self._now() + again_s
+        self._retry_at = self._now() + retry_s
 
     def _is_persistent(self, error: MeshError, now: float) -> bool:
-        """Return whether errors that waiting does not explain have lasted too long."""
+        """Return True once errors that waiting cannot remove last SET_TIER_ERROR_TOLERANCE_S."""
         if error.retryable or isinstance(error, Fenced | Refused):
             return False
         if self._failing_since is None:
@@ -362,6 +382,7 @@ class RoleProcess(SupervisorHooks):
         return self._mesh.clock.monotonic()
 
     def _enter_phase(self, phase: InstancePhase, detail: str) -> None:
+        """Set phase and detail for the next report, and restart the timer of the start."""
         self.phase, self.detail, self._reported_rejection = phase, detail, None
         self._startup.restart_timer()
 
@@ -374,6 +395,7 @@ class RoleProcess(SupervisorHooks):
     # Supervisor hooks
 
     async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
+        """Reset the process's state and free its name and bytes; report an unrequested exit."""
         await self._leases.evict(child)
         self.is_ready, self._reached, self.tier = False, None, Tier.ABSENT
         self._failing_since = None
@@ -388,14 +410,14 @@ class RoleProcess(SupervisorHooks):
             )
             self._on_change()
             if not child_exit.is_requested:
-                late = child.pid == self._timed_out_pid
+                has_timed_out = child.pid == self._timed_out_pid
                 await self._report_exit(
-                    replace(child_exit, failure=STARTUP_TIMEOUT) if late else child_exit
+                    replace(child_exit, failure=STARTUP_TIMEOUT) if has_timed_out else child_exit
                 )
 
     async def _report_exit(self, child_exit: ChildExit) -> None:
-        """Report an exit. An error that no restart repairs, or one that always recurs, ends the
-        job.
+        """Report an exit to Redis, which fails the job if a restart cannot help or the error
+        recurs.
         """
         job, log = self.desired.instance.job, str(self._log_path)
         report = ExitReport(
@@ -410,9 +432,13 @@ class RoleProcess(SupervisorHooks):
         await self._exit_reports.report(replace(report, run_time_s=child_exit.run_time_s))
 
     def has_lease_expired(self, child: ChildProcess) -> bool:
+        """Return True if the process's lease expired long ago; the supervisor then kills the
+        process.
+        """
         return self._leases.has_expired(child)
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
+        """Plan a later start: after a clean exit, or when the restart budget is used up."""
         self._is_down = True
         if self._succeeded:  # its job has ended, or continues with another process
             self._enter_phase(
@@ -420,7 +446,9 @@ class RoleProcess(SupervisorHooks):
             )
             self._retry_at = self._now() + RESTART_AFTER_SUCCESS_S
         else:
-            said = "" if self._has_exit_error else f" ends: {read_log_end(spec.log)}"
-            self._enter_phase(InstancePhase.FAILED, f"{spec.name}: {why}; its log {spec.log}{said}")
+            log_end = "" if self._has_exit_error else f" ends: {read_log_end(spec.log)}"
+            self._enter_phase(
+                InstancePhase.FAILED, f"{spec.name}: {why}; its log {spec.log}{log_end}"
+            )
             self._retry_at = self._now() + TRY_AGAIN_S
         self._on_change()

@@ -19,9 +19,9 @@ SPARE_BYTES = 64 << 20  # host memory that no segment takes: other processes nee
 
 
 class MemorySegments:
-    """Memory files by key.
+    """Anonymous memory files of a worker, by key.
 
-    Together they have at most `budget_bytes` (0: as many as the host has).
+    Together they have at most `budget_bytes` (0: as many as the host has). They are closed on exit.
 
     async with MemorySegments(read_free_bytes, budget) as segments:
         segment = segments.create(CreateSegment("trainer/sums", 1 << 30))
@@ -30,7 +30,13 @@ class MemorySegments:
     def __init__(
         self, read_free_bytes: Callable[[], int], budget_bytes: int = 0, where: str = ""
     ) -> None:
-        """Create an empty table; `read_free_bytes` returns the host's free memory."""
+        """Create an empty table.
+
+        Args:
+            read_free_bytes: Returns the host's free memory.
+            budget_bytes: Most bytes of all segments together; 0: no budget.
+            where: Location for errors: the worker's name.
+        """
         self._read_free_bytes, self._budget_bytes, self._where = (
             read_free_bytes,
             budget_bytes,
@@ -56,24 +62,27 @@ class MemorySegments:
     def create(self, request: CreateSegment) -> SegmentLocation:
         """Create a segment of zeros, which replaces one of the same key.
 
-        StorageFull when the budget or the host has no room for it; the old segment remains.
+        Raises:
+            StorageFull: The budget or the host has too little room; the old segment remains.
         """
-        _, before = self._segments.get(request.key, (-1, 0))
-        others = self.total_bytes - before
-        if self._budget_bytes and others + request.size_bytes > self._budget_bytes:
+        _, replaced_bytes = self._segments.get(request.key, (-1, 0))
+        other_bytes = self.total_bytes - replaced_bytes
+        if self._budget_bytes and other_bytes + request.size_bytes > self._budget_bytes:
             raise StorageFull(
                 f"{request.key} requests {request.size_bytes} bytes of memory, and other "
-                f"segments use {others} of the worker's {self._budget_bytes}",
+                f"segments use {other_bytes} of the worker's {self._budget_bytes}",
                 where=self._where,
                 fix="Raise the worker's memory budget, or let the instance sleep on disk",
             )
-        filled = {key: 512 * os.fstat(fd).st_blocks for key, (fd, _) in self._segments.items()}
+        filled_bytes = {
+            key: 512 * os.fstat(fd).st_blocks for key, (fd, _) in self._segments.items()
+        }
         # Others may still fill the rest of theirs; the replaced segment frees its own bytes.
-        left = self._read_free_bytes() - (others - sum(filled.values()))
-        if request.size_bytes + SPARE_BYTES > left:
+        free_bytes = self._read_free_bytes() - (other_bytes - sum(filled_bytes.values()))
+        if request.size_bytes + SPARE_BYTES > free_bytes:
             raise StorageFull(
                 f"{request.key} requests {request.size_bytes} bytes of memory, and the host "
-                f"has {left} available",
+                f"has {free_bytes} available",
                 where=self._where,
                 fix="End other processes, or let the instance sleep on disk",
             )
@@ -87,11 +96,14 @@ class MemorySegments:
         return self._describe(request.key)
 
     def find(self, key: str) -> SegmentLocation:
-        """Return the segment of this key; its path is empty if there is none."""
+        """Return path and bytes of a segment; the path is empty if there is none.
+
+        Any process of the same user can open the path while the segment exists.
+        """
         return self._describe(key) if key in self._segments else SegmentLocation("", 0)
 
     def delete(self, key: str) -> None:
-        """Delete a segment; the kernel frees its memory once no process maps it."""
+        """Delete a segment if it exists; the kernel frees its memory once no process maps it."""
         descriptor, _ = self._segments.pop(key, (-1, 0))
         if descriptor >= 0:
             os.close(descriptor)

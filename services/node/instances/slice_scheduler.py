@@ -40,7 +40,7 @@ REMOVED_INSTANCE_GRACE_S = (
 
 
 class SliceScheduler:
-    """Time slices of the gang whose first worker is this one; idle without such a gang."""
+    """Scheduler of the time slices of the gang whose first worker is this one; otherwise idle."""
 
     def __init__(
         self, mesh: Mesh, worker: str, kill: KillInstanceProcess, limits: SliceLimits | None = None
@@ -55,93 +55,109 @@ class SliceScheduler:
         self.granted_count = self.killed_count = 0
 
     def stats(self) -> SliceStats:
-        held = [held.request.instance for held in self._policy.grants]
-        return SliceStats(self.granted_count, self.killed_count, held)
+        """Return the counts of granted slices and killed holders, and the instances that hold
+        slices.
+        """
+        holders = [holders.request.instance for holders in self._policy.grants]
+        return SliceStats(self.granted_count, self.killed_count, holders)
 
     def set_gang(self, gang: Gang | None) -> None:
-        """Set the gang's current record; None or another first worker: there is nothing to schedule
-        here.
+        """Replace the gang's record; without a gang, or with another first worker, become idle.
+
+        Requests of another gang fail. A removed instance keeps its slice for up to
+        REMOVED_INSTANCE_GRACE_S seconds.
         """
         if gang is None or gang.workers[0] != self._worker:
             gang = None
         if gang is None or self._gang is None or gang.id != self._gang.id:
             self._policy = SlicePolicy(self._limits)
-            for answer in self._pending_grants.values():
-                if not answer.done():
-                    answer.set_exception(self._superseded_error())
+            for future in self._pending_grants.values():
+                if not future.done():
+                    future.set_exception(self._superseded_error())
         self._gang = gang
         if gang is not None:
             now = self._mesh.clock.monotonic()
-            generations = {one.id: one.generation for one in gang.instances}
+            generations = {instance.id: instance.generation for instance in gang.instances}
             self._policy.retain_instances(generations, now + REMOVED_INSTANCE_GRACE_S)
         self._grant_waiting()
 
-    def instance_exited(self, instance: str) -> None:
-        """Release what an instance's process held: this worker's process of it has exited."""
-        self._policy.instance_exited(instance)
+    def release_instance(self, instance: str) -> None:
+        """Drop the slices and requests of an instance whose process on this worker has exited."""
+        self._policy.drop_instance(instance)
         self._grant_waiting()
 
     async def acquire(self, request: AcquireSlice) -> TimeSlice:
-        """Return a time slice once it is granted. A cancelled request leaves the queue.
+        """Wait until a time slice is granted; return it with the seconds that remain of it.
 
-        ServiceUnavailable: the record does not have the instance at that generation (yet).
+        A cancelled call drops its request.
+
+        Raises:
+            ServiceUnavailable: The record does not have this generation of the instance (yet), or
+                a repeated request or another gang replaced this request.
         """
         key = (request.instance, request.incarnation, request.ticket)
         self._policy.enqueue(self._build_request(request), self._mesh.clock.monotonic())
-        before = self._pending_grants.get(key)
-        if before is not None and not before.done():
-            before.set_exception(self._superseded_error())  # a repeated request replaces it
-        answer = self._pending_grants[key] = asyncio.get_running_loop().create_future()
+        earlier_future = self._pending_grants.get(key)
+        if earlier_future is not None and not earlier_future.done():
+            earlier_future.set_exception(self._superseded_error())  # a repeated request replaces it
+        future = self._pending_grants[key] = asyncio.get_running_loop().create_future()
         self._grant_waiting()
         try:
-            with contextlib.ExitStack() as said:
-                if not answer.done():
-                    processes = (held.request.process for held in self._policy.grants)
+            with contextlib.ExitStack() as wait_scope:
+                if not future.done():
+                    processes = (grant.request.process for grant in self._policy.grants)
                     holder = next(processes, request.process)
-                    said.enter_context(self._mesh.wait("its time slice", on=holder))
-                held = await answer
+                    wait_scope.enter_context(self._mesh.wait("its time slice", on=holder))
+                grant = await future
         except asyncio.CancelledError:
-            if self._pending_grants.get(key) is answer:
+            if self._pending_grants.get(key) is future:
                 self._policy.release(_ticket_of_request(request))
                 self._grant_waiting()
             raise
         finally:
-            if self._pending_grants.get(key) is answer:
+            if self._pending_grants.get(key) is future:
                 del self._pending_grants[key]
-        return TimeSlice(request.ticket, held.deadline - self._mesh.clock.monotonic())
+        return TimeSlice(request.ticket, grant.deadline - self._mesh.clock.monotonic())
 
     def release(self, request: ReleaseSlice) -> None:
-        """Release the slice and cancel all earlier requests of that process."""
-        for asked in (*self._policy.waiting, *(held.request for held in self._policy.grants)):
-            mine = (asked.instance, asked.incarnation) == (request.instance, request.incarnation)
-            if mine and asked.sequence_number <= request.ticket:
-                self._policy.release(asked.ticket)
+        """Release the slice of a request, and drop that process's earlier requests."""
+        for queued in (*self._policy.waiting, *(grant.request for grant in self._policy.grants)):
+            is_same_process = (queued.instance, queued.incarnation) == (
+                request.instance,
+                request.incarnation,
+            )
+            if is_same_process and queued.sequence_number <= request.ticket:
+                self._policy.release(queued.ticket)
         self._grant_waiting()
 
     async def run(self) -> None:
-        """Enforce deadlines until cancelled."""
+        """Kill the holders of overdue slices, and free slices of replaced processes, until
+        cancelled.
+        """
         clock = self._mesh.clock
         try:
             while True:
                 now = clock.monotonic()
-                for held in self._policy.take_overdue(now):
+                for grant in self._policy.take_overdue(now):
                     task = asyncio.create_task(
-                        self._kill_holder(held), name=f"kill {held.request.instance}"
+                        self._kill_holder(grant), name=f"kill {grant.request.instance}"
                     )
                     self._kill_tasks.add(task)
                     task.add_done_callback(self._kill_tasks.discard)
                 await self._release_replaced()
-                waits = clock.monotonic()
-                pause_s = min(HOLDER_POLL_S, max(0.01, self._policy.next_deadline() - waits))
+                wait_started_at = clock.monotonic()
+                pause_s = min(
+                    HOLDER_POLL_S, max(0.01, self._policy.next_deadline() - wait_started_at)
+                )
                 self._wakeup.clear()
                 with contextlib.suppress(DeadlineExceeded):
-                    async with clock.timeout(pause_s, "a turn"):
+                    async with clock.timeout(pause_s, "waiting for a change of time slices"):
                         await self._wakeup.wait()
                 # The host stood still, or this worker had no processor time: a release of a holder
                 # may wait unread.
-                lag_s = clock.monotonic() - waits - pause_s
+                lag_s = clock.monotonic() - wait_started_at - pause_s
                 if lag_s > 0.0:
-                    self._policy.extend_deadlines(waits, lag_s)
+                    self._policy.extend_deadlines(wait_started_at, lag_s)
         finally:
             for task in self._kill_tasks:
                 task.cancel()
@@ -152,19 +168,19 @@ class SliceScheduler:
     # -- grants ----------------------------------------------------------------------------------
 
     def _build_request(self, request: AcquireSlice) -> SliceRequest:
-        residents = self._gang.instances if self._gang is not None else ()
-        for one in residents:
-            if (one.id, one.generation) == (request.instance, request.generation):
+        instances = self._gang.instances if self._gang is not None else ()
+        for instance in instances:
+            if (instance.id, instance.generation) == (request.instance, request.generation):
                 return SliceRequest(
                     _ticket_of_request(request),
-                    one.id,
-                    one.generation,
+                    instance.id,
+                    instance.generation,
                     request.incarnation,
                     request.ticket,
                     request.process,
                     request.operation,
                     request.estimate_s,
-                    frozenset(one.ranks),
+                    frozenset(instance.ranks),
                 )
         raise ServiceUnavailable(
             f"generation {request.generation} of instance {request.instance} is not on record",
@@ -173,18 +189,19 @@ class SliceScheduler:
         )
 
     def _grant_waiting(self) -> None:
+        """Grant all slices that can be granted, and complete the calls that wait for them."""
         now = self._mesh.clock.monotonic()
         granted = self._policy.grant_waiting(now)
         self.granted_count += len(granted)
         if granted:
             self._wakeup.set()  # there is another deadline
-        for held in self._policy.grants:
-            asked = held.request
-            answer = self._pending_grants.get(
-                (asked.instance, asked.incarnation, asked.sequence_number)
+        for grant in self._policy.grants:
+            request = grant.request
+            future = self._pending_grants.get(
+                (request.instance, request.incarnation, request.sequence_number)
             )
-            if answer is not None and not answer.done() and self._policy.get_grant(asked.ticket):
-                answer.set_result(held)
+            if future is not None and not future.done() and self._policy.get_grant(request.ticket):
+                future.set_result(grant)
 
     # -- ends of holders -------------------------------------------------------------------------
 
@@ -193,13 +210,16 @@ class SliceScheduler:
         if not self._policy.waiting:
             return
         now = self._mesh.clock.monotonic()
-        for held in self._policy.grants:
-            if now - held.granted_at >= HOLDER_POLL_S and await self._is_replaced(held):
-                self._policy.release(held.request.ticket)
+        for grant in self._policy.grants:
+            if now - grant.granted_at >= HOLDER_POLL_S and await self._is_replaced(grant):
+                self._policy.release(grant.request.ticket)
                 self._grant_waiting()
 
     async def _is_replaced(self, grant: SliceGrant) -> bool:
-        """Return whether the registry has another start of the holder's process."""
+        """Return True if a newer incarnation holds the registry name of the holder's process.
+
+        Return False if Redis does not answer within HOLDER_POLL_S.
+        """
         try:
             async with self._mesh.clock.timeout(
                 HOLDER_POLL_S, "looking up the holder of a time slice"
@@ -210,18 +230,23 @@ class SliceScheduler:
         return entry is not None and entry.alive and entry.incarnation != grant.request.incarnation
 
     async def _kill_holder(self, grant: SliceGrant) -> None:
-        """Kill the processes of an instance on all its workers, then grant the next slice."""
-        asked, gang = grant.request, self._gang
+        """Kill an overdue instance's processes on all its workers, then grant the next slices."""
+        slice_request, gang = grant.request, self._gang
         if not await self._is_replaced(grant):
-            lasted = self._mesh.clock.monotonic() - grant.granted_at
-            why = f"it did not release its time slice for {asked.operation} after {lasted:.1f} s"
+            held_s = self._mesh.clock.monotonic() - grant.granted_at
+            why = (
+                f"it did not release its time slice for {slice_request.operation} after "
+                f"{held_s:.1f} s"
+            )
             self.killed_count += 1
-            self._mesh.log.error("a time slice is overdue", resident=asked.instance, why=why)
-            workers = [gang.workers[rank] for rank in sorted(asked.ranks)] if gang else []
-            request = KillInstance(asked.instance, asked.generation, why)
+            self._mesh.log.error(
+                "a time slice is overdue", resident=slice_request.instance, why=why
+            )
+            workers = [gang.workers[rank] for rank in sorted(slice_request.ranks)] if gang else []
+            request = KillInstance(slice_request.instance, slice_request.generation, why)
             others = [self._kill_on_worker(w, request) for w in workers if w != self._worker]
             await run_all([self.kill_local(request), *others])
-        self._policy.holder_killed(grant)
+        self._policy.free_killed(grant)
         self._grant_waiting()
 
     async def kill_local(self, request: KillInstance) -> None:
@@ -229,13 +254,16 @@ class SliceScheduler:
         await self._kill(request.instance, request.generation, request.reason)
 
     async def _kill_on_worker(self, worker: str, request: KillInstance) -> None:
-        """Kill an instance's process on another worker; one that does not answer is lost, with its
-        processes.
+        """Kill an instance's process on another worker; log an error.
+
+        A worker that does not answer is considered lost, with its processes.
         """
         try:
             await self._mesh.ref(worker_name(worker)).call(Worker.kill_instance, request)
         except MeshError as error:
-            self._mesh.log.warning("ending a resident", worker=worker, error=str(error))
+            self._mesh.log.warning(
+                "an instance could not be killed", worker=worker, error=str(error)
+            )
 
 
 class SliceCallsMixin(Actor):

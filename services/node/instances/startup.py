@@ -18,13 +18,15 @@ PAUSED_POLL_S = 15.0  # between two checks whether its job is paused, while it s
 
 
 class StartupState(Enum):
+    """State of a process that was started."""
+
     READY = auto()
     STARTING = auto()
-    TIMED_OUT = auto()  # no progress for `LOADING_S`
+    TIMED_OUT = auto()  # no progress for NO_PROGRESS_TIMEOUT_S
 
 
 class Startup:
-    """Watch over one role process until its registry entry says that it is ready."""
+    """Watch over one role process until its registry entry reports that it is ready."""
 
     def __init__(self, mesh: Mesh, desired: DesiredRole) -> None:
         self._mesh, self._desired = mesh, desired
@@ -33,16 +35,19 @@ class Startup:
         self._paused_polled_at = mesh.clock.monotonic()
 
     def restart_timer(self) -> None:
-        """Count the time without progress from now on."""
+        """Restart the count of seconds without progress."""
         self._progress, self._last_progress_at = None, self._mesh.clock.monotonic()
 
     async def poll(self, pid: int) -> StartupState:
-        """Return the state of a process by its pid. A process of a paused job is never late."""
+        """Return the state of the process with this pid, from its registry entry.
+
+        It times out after NO_PROGRESS_TIMEOUT_S without progress, unless its job is paused.
+        """
         entry = await registry.lookup(self._mesh.state, self._desired.name)
         now = self._mesh.clock.monotonic()
         stats: dict[str, Any] = {}
-        here = True, self._mesh.settings.host, pid
-        if entry is not None and (entry.alive, entry.host, entry.pid) == here:
+        expected_identity = True, self._mesh.settings.host, pid
+        if entry is not None and (entry.alive, entry.host, entry.pid) == expected_identity:
             stats = entry.stats
         generation = self._desired.instance.generation
         if stats.get("generation") == generation and stats.get("ready") is True:

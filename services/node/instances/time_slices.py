@@ -33,26 +33,30 @@ class SliceLimits:
 
 @dataclass(frozen=True, slots=True)
 class SliceRequest:
+    """Request of a process for a slice on all ranks of its instance."""
+
     ticket: str  # unique name of the request
     instance: str
     generation: int
     incarnation: str  # of the requesting process
     sequence_number: int  # number of its requests so far
     process: str  # name of that process
-    operation: str  # one of FUNCTIONS
+    operation: str  # one of OPERATIONS
     estimate_s: float  # 0: unknown
     ranks: frozenset[int]  # all ranks of the instance
 
 
 @dataclass(frozen=True, slots=True)
 class SliceGrant:
+    """Granted slice with its deadline."""
+
     request: SliceRequest
-    granted_at: float
-    deadline: float  # its holder is killed then
+    granted_at: float  # by the caller's clock, in seconds
+    deadline: float  # by the same clock; its holder is killed then
 
 
 class SlicePolicy:
-    """Requests, slices and their deadlines; times are of the caller's clock.
+    """Queue of requests and set of granted slices; all times are seconds of the caller's clock.
 
     The instance that was served longest ago goes first. A new one counts as served just now, so
     that one that dies and returns gains nothing.
@@ -68,6 +72,7 @@ class SlicePolicy:
 
     @property
     def waiting(self) -> tuple[SliceRequest, ...]:
+        """Requests without a slice, in the order in which they arrived."""
         return tuple(self._waiting.values())
 
     @property
@@ -101,74 +106,96 @@ class SlicePolicy:
             return False
         return self._drop(ticket)
 
-    def instance_exited(self, instance: str) -> None:
-        """Drop requests and slices of an instance that has no process any more."""
-        for asked in self._requests_of(instance):
-            self._drop(asked.ticket)
+    def drop_instance(self, instance: str) -> None:
+        """Drop the requests and slices of an instance that no longer has a process."""
+        for request in self._requests_of(instance):
+            self._drop(request.ticket)
 
     def retain_instances(self, generations: Mapping[str, int], deadline: float) -> None:
-        """Drop the requests of all other instances, and set a deadline for the slices that they
-        hold.
+        """Drop the requests of other instances, and shorten their slices to end at `deadline`.
 
-        They may still be computing. `generations`: of the instances to retain.
+        Their processes may still be computing. `generations`: of the instances to retain, by id;
+        another generation of the same instance is not retained.
         """
-        for asked in self.waiting:
-            if generations.get(asked.instance) != asked.generation:
-                self._drop(asked.ticket)
-        for ticket, held in self._grants.items():
-            if generations.get(held.request.instance) != held.request.generation:
-                self._grants[ticket] = replace(held, deadline=min(held.deadline, deadline))
-        self._last_grants = {r: at for r, at in self._last_grants.items() if r in generations}
+        for request in self.waiting:
+            if generations.get(request.instance) != request.generation:
+                self._drop(request.ticket)
+        for ticket, grant in self._grants.items():
+            if generations.get(grant.request.instance) != grant.request.generation:
+                self._grants[ticket] = replace(grant, deadline=min(grant.deadline, deadline))
+        self._last_grants = {
+            instance: grant_number
+            for instance, grant_number in self._last_grants.items()
+            if instance in generations
+        }
 
     def grant_waiting(self, now: float) -> list[SliceGrant]:
         """Grant slices to all requests that can have one now."""
-        taken = frozenset[int]().union(*(held.request.ranks for held in self._grants.values()))
+        busy_ranks = frozenset[int]().union(
+            *(grant.request.ranks for grant in self._grants.values())
+        )
         granted = []
-        for asked in sorted(self.waiting, key=lambda asked: self._last_grants[asked.instance]):
-            if not taken & asked.ranks:
-                del self._waiting[asked.ticket]
+        for request in sorted(
+            self.waiting, key=lambda request: self._last_grants[request.instance]
+        ):
+            if not busy_ranks & request.ranks:
+                del self._waiting[request.ticket]
                 self._grant_count += 1
-                self._last_grants[asked.instance] = self._grant_count
-                held = SliceGrant(asked, now, now + self._limits.compute_limit_s(asked.estimate_s))
-                self._grants[asked.ticket] = held
-                granted.append(held)
-            taken |= asked.ranks  # also while it waits: small requests never starve it
+                self._last_grants[request.instance] = self._grant_count
+                grant = SliceGrant(
+                    request, now, now + self._limits.compute_limit_s(request.estimate_s)
+                )
+                self._grants[request.ticket] = grant
+                granted.append(grant)
+            busy_ranks |= request.ranks  # also while it waits: small requests never starve it
         return granted
 
     def extend_deadlines(self, granted_before: float, lag_s: float) -> None:
-        """Extend slices granted before a time by the seconds that the scheduler received no
-        messages.
+        """Extend the slices granted up to a time by `lag_s` seconds.
+
+        The scheduler received no messages for so long, so a release may be unread.
         """
-        for ticket, held in self._grants.items():
-            if held.granted_at <= granted_before:
-                self._grants[ticket] = replace(held, deadline=held.deadline + lag_s)
+        for ticket, grant in self._grants.items():
+            if grant.granted_at <= granted_before:
+                self._grants[ticket] = replace(grant, deadline=grant.deadline + lag_s)
 
     def take_overdue(self, now: float) -> list[SliceGrant]:
-        """Return slices whose holders must be killed, each once; `instance_exited` frees their
-        ranks.
-        """
-        late = [
-            h for t, h in self._grants.items() if h.deadline <= now and t not in self._being_killed
-        ]
-        self._being_killed.update(held.request.ticket for held in late)
-        return late
+        """Mark overdue slices as being killed, and return each of them once.
 
-    def holder_killed(self, grant: SliceGrant) -> None:
+        Their ranks stay busy until `free_killed` or `drop_instance`.
+        """
+        overdue = [
+            candidate
+            for ticket, candidate in self._grants.items()
+            if candidate.deadline <= now and ticket not in self._being_killed
+        ]
+        self._being_killed.update(grant.request.ticket for grant in overdue)
+        return overdue
+
+    def free_killed(self, grant: SliceGrant) -> None:
+        """Free the ranks of an overdue slice; its holder is dead."""
         self._drop(grant.request.ticket)
 
     def next_deadline(self) -> float:
-        """Return the time when the next slice is overdue; infinity when none is held."""
+        """Return the earliest deadline of slices that are not being killed; infinity if there is
+        none.
+        """
         return min(
-            (h.deadline for t, h in self._grants.items() if t not in self._being_killed),
+            (
+                grant.deadline
+                for ticket, grant in self._grants.items()
+                if ticket not in self._being_killed
+            ),
             default=math.inf,
         )
 
     def _requests_of(self, instance: str) -> list[SliceRequest]:
-        every = [*self._waiting.values(), *(held.request for held in self._grants.values())]
-        return [asked for asked in every if asked.instance == instance]
+        requests = [*self._waiting.values(), *(grant.request for grant in self._grants.values())]
+        return [request for request in requests if request.instance == instance]
 
     def _drop(self, ticket: str) -> bool:
+        """Remove a request or slice, and return True if there was one."""
         self._being_killed.discard(ticket)
-        waited = self._waiting.pop(ticket, None)
-        held = self._grants.pop(ticket, None)
-        return waited is not None or held is not None
+        request = self._waiting.pop(ticket, None)
+        grant = self._grants.pop(ticket, None)
+        return request is not None or grant is not None

@@ -31,13 +31,13 @@ STARTING_POLL_S = 0.1  # while a process starts or moves, its readiness triggers
 POLL_S = 0.5
 KILL_S = 8.0  # for the kernel to end a process, within the slice scheduler's own deadline
 DELETE_TIMEOUT_S = 30.0  # to delete a file of some 100 GB
-MAX_OLD_LOGS = 20  # of residents that are gone; all have other names, and each a log
+MAX_OLD_LOGS = 20  # of instances that are gone; each has a name and a log of its own
 PER_INSTANCE_PREFIXES = ("engine/", "hybrid/")  # processes that are named after their instance
 IDLE_POLL_S = 5.0  # when all is reconciled; a change wakes it earlier
 
 
 class ProcessSlot:
-    """Slot of one process name on this worker, which one instance after the other occupies."""
+    """Slot of one process name on this worker, which one instance after another occupies."""
 
     def __init__(self, owner: WorkerInstances, name: str) -> None:
         self.name = name
@@ -68,18 +68,19 @@ class ProcessSlot:
     @property
     def is_leaving(self) -> bool:
         """True if the slot's process is about to release the accelerator."""
-        process, wish = self.process, self.desired
+        process, desired = self.process, self.desired
         if process is None:
             return False
-        if self._must_stop(process, wish):
+        if self._must_stop(process, desired):
             return True
-        assert wish is not None
-        moves = process.tier == Tier.ACCELERATOR != wish.instance.tier
-        return moves and process.phase != InstancePhase.FAILED
+        assert desired is not None
+        is_moving = process.tier == Tier.ACCELERATOR != desired.instance.tier
+        return is_moving and process.phase != InstancePhase.FAILED
 
     async def run(self) -> None:
-        """Reconcile until nothing is desired and nothing runs. A poll without an answer changes
-        nothing.
+        """Reconcile until nothing is desired, running or offloaded.
+
+        A poll that Redis does not answer changes nothing.
         """
         while self.desired is not None or self.process is not None or self._offloaded is not None:
             with contextlib.suppress(StateUnavailable, DeadlineExceeded):
@@ -91,31 +92,36 @@ class ProcessSlot:
             self._wakeup.clear()
 
     async def stop(self) -> None:
+        """Stop the slot's process with the short limits of a worker that exits."""
         if self.process is not None:
             await self.process.stop("the worker exits", worker_stops=True)
 
     async def _reconcile(self) -> None:
-        """Take one step from the actual towards the desired state."""
-        process, wish = self.process, self.desired
-        if self._offloaded is not None and (wish is None or wish.instance.id != self._offloaded[0]):
+        """Take one step towards the desired state: stop, poll, or start the process."""
+        process, desired = self.process, self.desired
+        if self._offloaded is not None and (
+            desired is None or desired.instance.id != self._offloaded[0]
+        ):
             await self._delete_offloaded_state()
             self._offloaded = None
-        if process is not None and self._must_stop(process, wish):
-            await self._stop_process(process, wish)
+        if process is not None and self._must_stop(process, desired):
+            await self._stop_process(process, desired)
         elif process is not None:
-            assert wish is not None
-            process.set_desired(wish)  # it may have arrived during another step
+            assert desired is not None
+            process.set_desired(desired)  # it may have arrived during another step
             await process.poll()
-        elif wish is not None and wish.is_asleep:
+        elif desired is not None and desired.is_asleep:
             if self._offloaded is None:
-                tier, held = await find_offloaded_state(self._context, self.name)
-                self._context.budgets.record_usage(self.name, held)
-                self._offloaded = wish.instance.id, tier
-        elif wish is not None and not wish.is_absent:
+                tier, usage = await find_offloaded_state(self._context, self.name)
+                self._context.budgets.record_usage(self.name, usage)
+                self._offloaded = desired.instance.id, tier
+        elif desired is not None and not desired.is_absent:
             self._offloaded = None
-            gpus, self._awaited_workers = await read_reservations(self._context.mesh.state, wish)
+            gpu_uuids, self._awaited_workers = await read_reservations(
+                self._context.mesh.state, desired
+            )
             if not self._awaited_workers:
-                self.process = self._create_process(wish, gpus)
+                self.process = self._create_process(desired, gpu_uuids)
                 await self.process.start()
 
     def _create_process(
@@ -123,17 +129,19 @@ class ProcessSlot:
     ) -> RoleProcess | AcceleratorReservation:
         owner = self._owner
 
-        def beside() -> dict[int, str]:
+        def get_worker_processes() -> dict[int, str]:
             return {child.pid: child.name for child in owner.children}
 
         if desired.is_reservation:
-            return AcceleratorReservation(self._context, desired, self._others_are_leaving, beside)
+            return AcceleratorReservation(
+                self._context, desired, self._others_are_leaving, get_worker_processes
+            )
         hooks = (
             owner.leases,
             self._wakeup.set,
             owner.on_instance_exit,
             self._others_are_leaving,
-            beside,
+            get_worker_processes,
         )
         return RoleProcess(self._context, desired, *hooks, gpu_uuids)
 
@@ -143,6 +151,7 @@ class ProcessSlot:
     def _must_stop(
         self, process: RoleProcess | AcceleratorReservation, desired: DesiredRole | None
     ) -> bool:
+        """Return True if the process serves another instance, or the desired tier needs none."""
         if desired is None or desired.process_key != process.process_key:
             return True
         # A starting process computes without a time slice, while others have the accelerator.
@@ -153,6 +162,9 @@ class ProcessSlot:
     async def _stop_process(
         self, process: RoleProcess | AcceleratorReservation, desired: DesiredRole | None
     ) -> None:
+        """Report that the process stops, then stop it; delete its offloaded state if no longer
+        needed.
+        """
         process.phase = InstancePhase.DRAINING
         await self._publish_report()
         await process.stop(_stop_reason(process, desired))
@@ -165,59 +177,58 @@ class ProcessSlot:
         """Delete the state that a process of this name has offloaded here: no process will restore
         it.
         """
-        around = self._context
-        around.segments.delete(self.name)
+        context = self._context
+        context.segments.delete(self.name)
         file = make_offload_path(
-            around.mesh.settings.make_offload_directory(around.mesh.name), self.name
+            context.mesh.settings.make_offload_directory(context.mesh.name), self.name
         )
-        await around.mesh.host.run_blocking(_remove, file, deadline_s=DELETE_TIMEOUT_S)
-        around.budgets.remove(self.name)
+        await context.mesh.host.run_blocking(_remove, file, deadline_s=DELETE_TIMEOUT_S)
+        context.budgets.remove(self.name)
         await self._owner.retire_log(self.name)
 
     async def _publish_report(self) -> None:
-        """Write a changed report to the record, if the desired state that it answers is still
-        current.
-        """
-        wish = self.desired
-        if wish is None:
+        """Write a changed report to the record, or request a new read of a stale record."""
+        desired = self.desired
+        if desired is None:
             return
-        report = self._build_report(wish)
+        report = self._build_report(desired)
         if report == self._last_report:
             return
-        mesh, around = self._context.mesh, self._context
+        mesh, context = self._context.mesh, self._context
         if await pool.report_instance(
-            mesh.state, around.worker, wish.gang, wish.instance.id, report
+            mesh.state, context.worker, desired.gang, desired.instance.id, report
         ):
             self._last_report = report
         else:
             self._owner.on_stale_record()
 
     def _build_report(self, desired: DesiredRole) -> InstanceReport:
-        process, resident = self.process, desired.instance
+        """Build the report of this worker on the desired instance."""
+        process, instance = self.process, desired.instance
         if process is None:
             tier, detail = (
                 self._offloaded[1] if desired.is_asleep and self._offloaded else Tier.ABSENT,
                 "",
             )
-            doing = (
+            phase = (
                 InstancePhase.GONE
                 if desired.is_absent or desired.is_asleep
                 else InstancePhase.STARTING
             )
-            if self._awaited_workers and doing == InstancePhase.STARTING:
+            if self._awaited_workers and phase == InstancePhase.STARTING:
                 detail = f"waiting for {', '.join(self._awaited_workers)} to reserve accelerators"
-            if desired.is_asleep and tier == resident.tier:
-                doing = InstancePhase.READY
+            if desired.is_asleep and tier == instance.tier:
+                phase = InstancePhase.READY
         else:
-            doing, tier, detail = process.phase, process.tier, process.detail
+            phase, tier, detail = process.phase, process.tier, process.detail
             if process.process_key != desired.process_key:
-                doing, detail = InstancePhase.DRAINING, f"the previous {process.name} is stopping"
+                phase, detail = InstancePhase.DRAINING, f"the previous {process.name} is stopping"
         return InstanceReport(
             rank=desired.rank,
-            generation=resident.generation,
-            epoch=resident.epoch,
+            generation=instance.generation,
+            epoch=instance.epoch,
             token=self._context.mesh.token,
-            phase=doing,
+            phase=phase,
             tier=tier,
             detail=detail,
             usage=self._context.budgets.get_usage(self.name),
@@ -240,7 +251,7 @@ class ProcessSlot:
 
 
 class WorkerInstances:
-    """Slots of a worker from `async with` to its end, which ends their processes."""
+    """Process slots of a worker; leaving `async with` ends their processes."""
 
     def __init__(
         self,
@@ -274,28 +285,36 @@ class WorkerInstances:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(tenancy.stop() for tenancy in self._slots.values()))
+        await asyncio.gather(*(slot.stop() for slot in self._slots.values()))
         self._failure.cancel()
 
     def set_desired(self, desired: Mapping[str, DesiredRole]) -> None:
-        """Set the desired process of each name; all others end."""
+        """Set the desired role by process name; all other processes end."""
         for name in self._slots.keys() | desired.keys():
-            tenancy = self._slots.get(name)
-            if tenancy is None:
-                tenancy = self._slots[name] = ProcessSlot(self, name)
-            tenancy.set_desired(desired.get(name))
+            slot = self._slots.get(name)
+            if slot is None:
+                slot = self._slots[name] = ProcessSlot(self, name)
+            slot.set_desired(desired.get(name))
             if name not in self._tasks:
-                self._start_slot(tenancy)
+                self._start_slot(slot)
 
     async def delete_other_files(self, desired: Mapping[str, DesiredRole]) -> None:
-        """Delete the files that other processes offloaded before this worker last started."""
+        """Delete offload files that belong to none of the desired processes.
+
+        They remain from an earlier run of this worker.
+        """
         mesh = self.context.mesh
         directory = Path(mesh.settings.make_offload_directory(mesh.name))
-        kept = {make_offload_path(directory, name).name for name in desired}
-        await mesh.host.run_blocking(_delete_others, directory, kept, deadline_s=DELETE_TIMEOUT_S)
+        file_names = {make_offload_path(directory, name).name for name in desired}
+        await mesh.host.run_blocking(
+            _delete_others, directory, file_names, deadline_s=DELETE_TIMEOUT_S
+        )
 
     async def retire_log(self, name: str) -> None:
-        """Retire the log of an instance that is gone, with its name; the newest logs stay."""
+        """Mark an instance's log as old; delete the oldest beyond MAX_OLD_LOGS.
+
+        Only names that no other instance reuses count.
+        """
         log = self.context.log_path(name)
         if not name.startswith(PER_INSTANCE_PREFIXES) or log in self._old_logs:
             return
@@ -305,21 +324,23 @@ class WorkerInstances:
             await self.context.mesh.host.run_blocking(_remove, oldest, deadline_s=DELETE_TIMEOUT_S)
 
     async def watch_leases(self) -> None:
-        """Check processes against their leases until cancelled.
+        """Detect expired leases of the processes until cancelled.
 
-        Raises what ends the worker: the loss of its own lease, or an unexpected error.
+        Raises the error of a slot: Fenced after the loss of the worker's own lease, or an
+        unexpected one.
         """
-        watching = asyncio.create_task(self.leases.run(), name="watch leases")
+        watch_task = asyncio.create_task(self.leases.run(), name="watch leases")
         try:
-            await asyncio.wait([watching, self._failure], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([watch_task, self._failure], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            watching.cancel()
-        await (self._failure if self._failure.done() else watching)
+            watch_task.cancel()
+        await (self._failure if self._failure.done() else watch_task)
 
     async def kill(self, instance: str, generation: int, why: str) -> None:
-        """Kill the process of an instance in this generation, if there is one; it is started again.
+        """Kill an instance's process of this generation, if there is one, and return when it is
+        dead.
 
-        Return when it is dead.
+        The supervisor restarts it. Raises DeadlineExceeded after KILL_S seconds.
         """
         for process in self._processes():
             if process.process_key == (instance, generation):
@@ -336,6 +357,7 @@ class WorkerInstances:
         return list(self._slots.values())
 
     def stats(self) -> list[InstanceStats]:
+        """Return the figures of each process or reservation of this worker."""
         return [
             InstanceStats(
                 process.process_key[0],
@@ -350,7 +372,7 @@ class WorkerInstances:
         ]
 
     def _processes(self) -> list[RoleProcess | AcceleratorReservation]:
-        return [t.process for t in self._slots.values() if t.process is not None]
+        return [slot.process for slot in self._slots.values() if slot.process is not None]
 
     def _start_slot(self, slot: ProcessSlot) -> None:
         task = asyncio.create_task(slot.run(), name=f"instance {slot.name}")
@@ -371,13 +393,15 @@ class WorkerInstances:
 
 
 def _remove(file: Path) -> None:
+    """Delete a file, with its parts of the same prefix."""
     for path in file.parent.glob(f"{file.name}*"):  # complete or partial
         path.unlink(missing_ok=True)
 
 
-def _delete_others(directory: Path, offloaded: set[str]) -> None:
+def _delete_others(directory: Path, file_names: set[str]) -> None:
+    """Delete the offload files in a directory except those named."""
     for path in directory.glob("*.kept*"):
-        if path.name.removesuffix(".new") not in offloaded:
+        if path.name.removesuffix(".new") not in file_names:
             path.unlink(missing_ok=True)
 
 

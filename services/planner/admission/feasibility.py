@@ -24,8 +24,10 @@ def find_infeasible_jobs(
     expected_workers: Sequence[WorkerRow],
     infeasible_since: Mapping[str, int],
 ) -> tuple[dict[str, int], list[FailJob]]:
-    """Find the jobs that fit on no mesh of the expected workers. Return the time since which each
-    job is infeasible (`infeasible_since` is the previous result), and the jobs that fail now.
+    """Find the jobs that fit on no mesh of the expected workers.
+
+    Return the time since which each is infeasible, in Redis milliseconds, and the failures of jobs
+    whose time limit has passed. `infeasible_since` is the first result of the previous pass.
     """
     now_ms, settings = snapshot.now_ms, snapshot.settings
     if snapshot.is_gathering_workers:

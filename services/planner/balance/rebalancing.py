@@ -55,7 +55,10 @@ class SimulationBudget:
         self._now_ms, self._remaining_jobs = now_ms, MAX_SIMULATED_JOBS
 
     def take(self, state: SplitState) -> SplitState | None:
-        """Return the split state of a job that may be simulated now; None otherwise."""
+        """Use one simulation of the budget for a job; return its state, marked as simulated now.
+
+        Return None if the budget is used up, or the job was simulated too recently.
+        """
         if not self._remaining_jobs or self._now_ms - state.simulated_ms < SIMULATION_INTERVAL_MS:
             return None
         self._remaining_jobs -= 1

@@ -62,12 +62,14 @@ def report_hosts(draft: PoolDraft, presence: PoolPresence) -> None:
         draft.add_decision(ReportHostPresence(name, True, Rationale("lost")))
 
 
-def remove_finished_jobs(draft: PoolDraft, jobs: Sequence[PlannedJob]) -> None:
-    """Remove the instances of jobs that have ended."""
-    there = {job.id for job in jobs}
-    for job in sorted(set(draft.placements_by_job) - there):
-        for seated in draft.get_instances(job).placements:
-            draft.remove_instance(seated, Rationale("release", job))
+def remove_instances_of_finished_jobs(
+    draft: PoolDraft, unfinished_jobs: Sequence[PlannedJob]
+) -> None:
+    """Remove the instances of all jobs that are not in `unfinished_jobs`."""
+    unfinished_ids = {job.id for job in unfinished_jobs}
+    for job in sorted(set(draft.placements_by_job) - unfinished_ids):
+        for placement in draft.get_instances(job).placements:
+            draft.remove_instance(placement, Rationale("release", job))
 
 
 def evict_displaced(

@@ -18,65 +18,75 @@ from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement
 
 
-def update_admission(draft: PoolDraft, job: PlannedJob, division: PoolDivision) -> None:
-    """Set a job's block reason when it has changed. An admitted job waits while the workers of its
-    core are not free. While a new mesh gathers workers, no job is reported as waiting.
+def update_block_reason(draft: PoolDraft, job: PlannedJob, division: PoolDivision) -> None:
+    """Add a decision that sets why a job waits or is paused, if the reason has changed.
+
+    The reason is empty for a job that runs. A job with a share waits while the workers of its core
+    are not free. While a new mesh gathers workers, no job is reported as waiting.
     """
     admitted = job.id in division.workers
-    home = division.core_places.get(job.id, "")
-    refusal = _explain_waiting(draft, job, home) if admitted else division.rejected.get(job.id)
+    core_place = division.core_places.get(job.id, "")
+    reason = _explain_waiting(draft, job, core_place) if admitted else division.rejected.get(job.id)
     kind = "paused" if has_started(job) else "waiting"
-    held = f"{kind}: {refusal}" if refusal is not None else ""
-    if held == job.block_reason or (
-        draft.snapshot.is_gathering_workers and refusal is not None and not has_started(job)
+    block_reason = f"{kind}: {reason}" if reason is not None else ""
+    if block_reason == job.block_reason or (
+        draft.snapshot.is_gathering_workers and reason is not None and not has_started(job)
     ):
         return
     rule = "share" if admitted else "preempt" if has_started(job) else "queue"
     inputs = {"entitled": division.workers.get(job.id, 0), "priority": job.requirements.priority}
-    draft.add_decision(SetBlockReason(job.id, held, Rationale(rule, job.id, inputs)))
+    draft.add_decision(SetBlockReason(job.id, block_reason, Rationale(rule, job.id, inputs)))
 
 
 def free_accelerators(draft: PoolDraft, job: PlannedJob) -> None:
-    """Free the accelerators of a job that does not run."""
-    team = draft.get_instances(job.id)
-    why = Rationale("preempt", job.id, {"priority": job.requirements.priority})
-    for seated in team.placements:
-        out = any(worker not in draft.usable_workers for worker in seated.workers)
+    """Put the core of a job without a share to sleep, and remove its other instances.
+
+    The core is removed too if the job never ran. It is also removed if it still starts or has lost
+    a worker, and a checkpoint covers its steps.
+    """
+    instances = draft.get_instances(job.id)
+    rationale = Rationale("preempt", job.id, {"priority": job.requirements.priority})
+    for placement in instances.placements:
+        has_unusable_worker = any(
+            worker not in draft.usable_workers for worker in placement.workers
+        )
         # A starting core may take hours, so it does not sleep before it is ready.
         # Another start would repeat the work of this one.
-        starting = seated.is_awake and seated.instance.phase == InstancePhase.STARTING
-        starting = starting and (job.has_checkpoint or not job.steps_done)
-        anew = (out and job.has_checkpoint) or starting
-        if seated is not team.core or not has_started(job) or anew:
-            draft.remove_instance(seated, why)
+        is_starting = placement.is_awake and placement.instance.phase == InstancePhase.STARTING
+        is_starting = is_starting and (job.has_checkpoint or not job.steps_done)
+        must_restart = (has_unusable_worker and job.has_checkpoint) or is_starting
+        if placement is not instances.core or not has_started(job) or must_restart:
+            draft.remove_instance(placement, rationale)
             continue
-        since_ms = draft.snapshot.now_ms - seated.instance.desired_since_ms
-        late = (
-            not seated.instance.is_reconciled
+        since_ms = draft.snapshot.now_ms - placement.instance.desired_since_ms
+        is_late = (
+            not placement.instance.is_reconciled
             and since_ms > 1000 * draft.snapshot.settings.move_timeout_s
         )
-        if seated.is_awake or seated.instance.phase == InstancePhase.FAILED or late:
-            _put_core_to_sleep(draft, job, seated, why)
+        if placement.is_awake or placement.instance.phase == InstancePhase.FAILED or is_late:
+            _put_core_to_sleep(draft, job, placement, rationale)
 
 
 def wake_core(draft: PoolDraft, job: PlannedJob, share: int) -> None:
-    """Wake a sleeping core where it is. If another core uses its workers, remove it, so that it
-    resumes from its checkpoint elsewhere.
+    """Wake a sleeping core on its workers, and remove the instances that occupy them.
+
+    If another core occupies them, or a worker is lost, remove the sleeping core instead: it resumes
+    from its checkpoint elsewhere. Without a checkpoint, change nothing.
     """
     core = draft.get_instances(job.id).core
     if core is None or core.is_awake or core.instance.tier == Tier.ABSENT:  # the last one leaves
         return
-    why = Rationale("share", job.id, {"entitled": share})
+    rationale = Rationale("share", job.id, {"entitled": share})
     others = [s for w in core.workers for s in draft.list_awake_on(w)]
     if any(worker not in draft.usable_workers for worker in core.workers) or any(
         other.instance.core for other in others
     ):
         if job.has_checkpoint:
-            draft.remove_instance(core, why)
+            draft.remove_instance(core, rationale)
         return
-    for other in {seated.instance.id: seated for seated in others}.values():
-        draft.remove_instance(other, why)
-    draft.update_instance(core, why, tier=Tier.ACCELERATOR)
+    for other in {placement.instance.id: placement for placement in others}.values():
+        draft.remove_instance(other, rationale)
+    draft.update_instance(core, rationale, tier=Tier.ACCELERATOR)
 
 
 def find_waking_workers(draft: PoolDraft, jobs: Iterable[PlannedJob]) -> set[str]:

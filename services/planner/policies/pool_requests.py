@@ -29,7 +29,10 @@ def answer_requests(
     service_hosts: ServiceHosts,
     cordoned: frozenset[str],
 ) -> frozenset[str]:
-    """Grant or reject each request; return the cordoned workers."""
+    """Grant or reject each request for a move of workers or a drain of a host.
+
+    Return the cordoned workers, which a user has moved out of every job: no job may use them.
+    """
     moved: set[str] = set()  # gangs: never two moves of one at once
     moved.update(under_way.gang for under_way in draft.snapshot.moves)
     for request in draft.snapshot.requests:

@@ -187,7 +187,11 @@ class ShardLedger:
         """
         mesh, job, token = self._mesh, self._job, self._mesh.token
         lost = await rows.read_open_groups(mesh.state, job, mesh.name)
-        mesh.telemetry.log.warning("begins anew", ledger=old_place, groups=len(lost))
+        mesh.telemetry.log.warning(
+            "the ledger is on another host, and its groups are requeued",
+            ledger=old_place,
+            groups=len(lost),
+        )
         for a in lost:
             op = f"anew.{token}.{a.group}"
             await rows.requeue_lost_group(mesh.state, job, mesh.name, token, a.group, HOST_LOST, op)

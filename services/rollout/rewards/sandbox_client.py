@@ -62,7 +62,7 @@ STATUS_TEXTS = {  # failures of a call of the author's code, by status
     BAD_VALUE: "returned an invalid value",
     UNSUPPORTED: "has tests that it cannot run",
     OUT_OF_MEMORY: "ran out of memory",
-    POSTPONED: "was not begun",
+    POSTPONED: "was not started",
 }
 FINAL_STATUSES = (
     OK,

@@ -229,7 +229,7 @@ class EngineLink:
         """
         clock = self._mesh.job_clock
         try:
-            async with clock.timeout(TURN_TIMEOUT_S, f"a turn on {self.name}"):
+            async with clock.timeout(TURN_TIMEOUT_S, f"generation of a turn on {self.name}"):
                 return await asyncio.shield(request.done)
         except MeshError:
             self._abort([request.id])

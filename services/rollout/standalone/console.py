@@ -80,9 +80,11 @@ def create_base_parser(description: str | None) -> argparse.ArgumentParser:
         "--model", type=Path, required=True, help="directory of the model in Hugging Face format"
     )
     found.add_argument("--scratch", type=Path, required=True, help="directory for logs")
-    found.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    found.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy"
+    )
     found.add_argument("--seed", type=int)
-    found.add_argument("--json", action="store_true", help="a trajectory a line")
+    found.add_argument("--json", action="store_true", help="print one trajectory per line")
     return found
 
 

@@ -58,7 +58,11 @@ class RankLossCounter:
         self.consecutive = 0
 
     async def record(self, error: RankLost) -> None:
-        """Record a loss once; raise `error` after too many, Fenced without a lease."""
+        """Count a rank loss and append it to the events in Redis.
+
+        Raises `error` at the MAX_RANK_LOSSES-th loss in a row, and Fenced without this process's
+        lease.
+        """
         mesh = self._mesh
         self.consecutive += 1
         mesh.telemetry.log.warning("step aborted", error=str(error))
@@ -78,7 +82,7 @@ PHASE_POLL_S = 0.1  # between two checks whether the job trains: earlier evaluat
 
 
 class TrainerCore(Actor):
-    """Actor that owns parameters and optimizer; hybrids transfer gradients to it."""
+    """Actor that owns a job's parameters and optimizer; hybrids send their gradients to it."""
 
     interface = Trainer
 
@@ -126,17 +130,18 @@ class TrainerCore(Actor):
         )
 
     async def stop(self) -> None:
+        """Stop publishing, broadcasts and tier moves, and close the traces."""
         await self.publisher.stop()
         await self.broadcasts.stop()
         await self.tiers.stop()
         await self.step_traces.close()
 
     def enter_phase(self, phase: str, step: int) -> None:
-        """Enter a phase of a step, which traces and published counters show.
+        """Record the current phase of a step for the traces and the published counters.
 
-        The phases are waiting, computing, updating, staging, checkpointing, committing and telling.
-        Writing a checkpoint overlaps with the next phases. Before the first step come restoring and
-        replaying.
+        A step has the phases waiting, computing, updating, staging, checkpointing, committing and
+        telling (engines are notified). Writing a checkpoint overlaps with the next phases. After a
+        start or a rank loss the phases are forming, restoring and replaying.
         """
         self.phase = phase
         self.step_traces.enter_phase(phase)
@@ -145,10 +150,11 @@ class TrainerCore(Actor):
             self.position.updating_step = step
 
     def stats(self) -> CoreStats:
-        counters, gradients, late = self.counters, self.gradients, self.compute.late_counts
+        """Return the core's own counters."""
+        counters, gradients, late_counts = self.counters, self.gradients, self.compute.late_counts
         return CoreStats(
-            emulated_count=late.get("emulated_count"),
-            late_count=late.get("late_count"),
+            emulated_count=late_counts.get("emulated_count"),
+            late_count=late_counts.get("late_count"),
             ready=self.is_ready,
             published=self.publisher.published_dtypes,
             phase=self.phase,
@@ -169,70 +175,95 @@ class TrainerCore(Actor):
         )
 
     def collect_stats(self) -> dict[str, Any]:
-        residents = self.placement.initial_stats() | self.tiers.stats() | self.time_slices.stats()
-        return residents | self.publisher.stats() | self.stats().encode()
+        """Return the counters that the process publishes: the core's, and those of its parts."""
+        stats = self.placement.initial_stats() | self.tiers.stats() | self.time_slices.stats()
+        return stats | self.publisher.stats() | self.stats().encode()
 
     # -- hybrids ---------------------------------------------------------------------------------
 
     @call(Trainer.join_hybrid)
-    def join(self, instance: str) -> int:
+    def join_hybrid(self, instance: str) -> int:
+        """Add a hybrid, or add it again, and return the generation for its requests.
+
+        Rounds that an earlier process of the instance leased become free. Raises Refused if the
+        job's dtypes allow no hybrids.
+        """
         if why := self.publisher.hybrid_rejection:
             raise Refused(why, where=self.mesh.name, fix="Set training.dtype to rollout.dtype")
         return self.gradients.add_hybrid(instance)
 
     @call(Trainer.leave_hybrid)
-    def leave(self, request: LeaveRequest) -> None:
+    def leave_hybrid(self, request: LeaveRequest) -> None:
+        """Remove a hybrid, unless a later generation has joined."""
         self.gradients.remove_hybrid(request.instance, request.generation)
 
     @call(Trainer.lease_round)
     async def lease_round(self, request: RoundRequest) -> RoundLease:
+        """Lease a round to a hybrid; wait up to `request.wait_s` seconds for one.
+
+        Without a round, return a lease of index -1. Raises Fenced for an outdated generation.
+        """
         lease = await self.gradients.lease_round(request)
         return lease or RoundLease(update_id="", index=-1, manifest="", bins=[])
 
     @call(Trainer.complete_round)
     async def complete_round(self, result: RoundResult) -> None:
+        """Accept the gradients of a leased round."""
         await self.gradients.accept_result(result)
 
     @call(Trainer.join_broadcast)
     async def join_broadcast(self, request: BroadcastRequest) -> BroadcastPlan:
-        """Return the broadcast plan for hosts that lack the last committed version."""
+        """Add a host to the broadcast of the last committed version; return its plan."""
         await self.broadcasts.set_version(self.position.manifest)
         return await self.broadcasts.join_broadcast(request)
 
     @call(Trainer.restage_version)
-    async def restage(self, manifest: str) -> RestageResult:
-        """Write the current version again, unless an update has changed the weights."""
+    async def restage_version(self, manifest: str) -> RestageResult:
+        """Stage the current version again, because the store has lost or corrupted its chunks.
+
+        If an update has changed the weights, repair the version from the last checkpoint. The
+        result asks to retry later if `manifest` is not the current version, or the write is still
+        in progress.
+        """
         position = self.position
-        ready = self.intake.is_awake.is_set() and self.is_ready
-        if not ready or manifest != position.manifest:
+        is_ready = self.intake.is_awake.is_set() and self.is_ready
+        if not is_ready or manifest != position.manifest:
             return RestageResult(False, retry_later=True)
 
-        async def mended() -> bool:
-            """Repair it from the last checkpoint, for ranks that chunk it in another way."""
-            about = self.mesh, self.bulk, self.data, self.compute, self.enter_phase
+        async def repair_from_checkpoint() -> bool:
+            """Write the version from the last checkpoint, whose ranks may have cut other chunks."""
+            restorer = CheckpointRestorer(
+                self.mesh, self.bulk, self.data, self.compute, self.enter_phase
+            )
             name = self.checkpoints.last_name
-            return bool(name) and await CheckpointRestorer(*about).repair_version(name, manifest)
+            return bool(name) and await restorer.repair_version(name, manifest)
 
-        about = position.origin_lineage, position.version, manifest
-        done = await self.publisher.join_restaging(*about, mended)
-        self.mesh.telemetry.log.warning("restage", manifest=manifest, done=done)
-        if done is None:
+        version_key = position.origin_lineage, position.version, manifest
+        is_restaged = await self.publisher.join_restaging(*version_key, repair_from_checkpoint)
+        self.mesh.telemetry.log.warning("restage", manifest=manifest, done=is_restaged)
+        if is_restaged is None:
             return RestageResult(False, retry_later=True)
         # An evaluation may delay the next version for long, but it comes.
         return RestageResult(
-            done, retry_later=not done and position.updating_step > position.version
+            is_restaged, retry_later=not is_restaged and position.updating_step > position.version
         )
 
     @call(Trainer.drain)
-    def drain(self, request: str) -> None:
-        """Accept a drain; the next core repeats an interrupted step from its own group lease."""
+    def drain(self, reason: str) -> None:
+        """Do nothing: the next core repeats an interrupted step, whose groups stay leased to the
+        job.
+        """
 
     @call(Trainer.set_tier)
     async def set_tier(self, desired: SetTier) -> TierUsage:
+        """Move the core's tensors to a tier, and return the bytes that it uses afterwards."""
         return await self.tiers.set_tier(desired)
 
     def describe_state(self, tier: str = "") -> dict[str, Any]:
-        """Return the state of the weights at `tier`, for a process to resume from."""
+        """Return the position, job and checkpoint to store with offloaded tensors at `tier`.
+
+        A later process compares them before it resumes from these tensors.
+        """
         return self.position.describe() | {
             "job": self.data.id,
             "tier": str(tier),
@@ -242,7 +273,10 @@ class TrainerCore(Actor):
         }
 
     def resume_from(self, committed: CommittedVersion) -> None:
-        """Record that the compute is at a committed version."""
+        """Set the position to a committed version, and offer its weights to hybrids.
+
+        The tensors must already be those of that version.
+        """
         self.position.resume_from(committed)
         self.checkpoints.last_name, self.checkpoints.last_step = (
             committed.checkpoint,
@@ -253,7 +287,11 @@ class TrainerCore(Actor):
     # -- life cycle --------------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Restore the learner at the job's committed version; create version 0 if there is none."""
+        """Restore the learner at the job's committed version; create version 0 if there is none.
+
+        Move a queued job to its next phase, set `is_ready`, and publish it. A warm start or a
+        replay may take hours.
+        """
         row = await self._read_job()
         await self.checkpoints.clear_unfinished(row.checkpoint)
         if row.version < 0:
@@ -279,14 +317,16 @@ class TrainerCore(Actor):
         await self.mesh.publish()  # its worker waits for this, and the next renewal would be late
 
     async def _recover_state(self, row: jobs.JobRow) -> None:
+        """Restore the state of the job's committed version, and set the position to it."""
         self.position.is_complete = False
         self.resume_from(await Recovery(self).recover(row))
 
     def _make_step(self, number: int, manifest: str, config: JobConfig) -> TrainingStep:
-        about = self.mesh, config, self.compute, self.gradients, number, manifest
-        return TrainingStep(*about, self.enter_phase, self.step_traces.intake)
+        step_inputs = self.mesh, config, self.compute, self.gradients, number, manifest
+        return TrainingStep(*step_inputs, self.enter_phase, self.step_traces.intake)
 
     async def _read_job(self) -> jobs.JobRow:
+        """Read the job's row; raise NotFound if Redis no longer has it."""
         row = await retry(self.mesh.clock, lambda: jobs.read_job(self.mesh.state, self.data.id))
         if row is None:
             raise NotFound(f"job {self.data.id} is not in Redis any more")
@@ -294,11 +334,15 @@ class TrainerCore(Actor):
 
     async def _set_job_phase(self, phase: jobs.Phase) -> None:
         mesh = self.mesh
-        about = mesh.state, self.data.id, phase, mesh.token, mesh.name
-        await retry(mesh.clock, lambda: jobs.set_phase(*about))
+        phase_args = mesh.state, self.data.id, phase, mesh.token, mesh.name
+        await retry(mesh.clock, lambda: jobs.set_phase(*phase_args))
 
     async def run_steps(self) -> None:
-        """Run steps until the budget is spent, while the job trains; or RankLost."""
+        """Run steps until the budget is spent, then sleep until cancelled.
+
+        Steps pause while the job is not in its training phase. After a lost rank, form the gang
+        again and repeat the step; raise RankLost at the MAX_RANK_LOSSES-th loss in a row.
+        """
         row, losses = await self._read_job(), RankLossCounter(self.mesh, self.data.id)
         budget = self.data.config.budget.steps
         while self.position.version < budget:
@@ -326,22 +370,23 @@ class TrainerCore(Actor):
     # -- a step ----------------------------------------------------------------------------------
 
     async def _run_step(self, step: int) -> None:
+        """Lease groups, compute and commit one step."""
         counters, gradients = self.counters, self.gradients
         self.step_traces.begin_step(step)
         self.enter_phase("waiting", step)
         gradients.busy_s = {}
         counters.begin_step()
         refill = RefillPolicy(self.data.config)
-        longest = self.data.config.algorithm.max_staleness
+        max_staleness = self.data.config.algorithm.max_staleness
 
-        def stale(group: TrajectoryGroup) -> bool:  # the group's row in Redis may be wrong
-            return compute_staleness(group, self.position.version) > longest
+        def is_stale(group: TrajectoryGroup) -> bool:  # the group's row in Redis may be wrong
+            return compute_staleness(group, self.position.version) > max_staleness
 
-        groups = self.intake.stream_groups(step, stale, refill.try_replace)
-        done = await self._make_step(step, self.position.manifest, self.data.config).run(groups)
+        groups = self.intake.stream_groups(step, is_stale, refill.try_replace)
+        result = await self._make_step(step, self.position.manifest, self.data.config).run(groups)
         self.position.computed_step = step
-        done.batch.refilled_count = refill.replaced_count
-        metrics = counters.build_metrics(step, done, gradients.busy_s, self.placement.instance)
-        await self.committer.commit_step(step, done, metrics, counters.part_timer)
-        counters.commit_step(done.batch.token_count)
-        self.step_traces.end_step(done.batch.token_count)
+        result.batch.refilled_count = refill.replaced_count
+        metrics = counters.build_metrics(step, result, gradients.busy_s, self.placement.instance)
+        await self.committer.commit_step(step, result, metrics, counters.part_timer)
+        counters.commit_step(result.batch.token_count)
+        self.step_traces.end_step(result.batch.token_count)

@@ -398,7 +398,9 @@ class GangCompute:
             memory = await self._run_blocking(self._rank.collect_memory, False)
             await gather_all(restore(memory.offloaded), self._order_ranks("resume", told))
         except MeshError as error:
-            self._mesh.telemetry.log.warning("not resumed", error=str(error))
+            self._mesh.telemetry.log.warning(
+                "offloaded state could not be resumed", error=str(error)
+            )
             return False
         finally:
             with suppress(MeshError):

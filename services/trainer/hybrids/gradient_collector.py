@@ -90,7 +90,9 @@ class GradientCollector:
         while (lease := self._try_lease_round(request)) is None and clock.monotonic() < deadline:
             self._round_available.clear()
             try:
-                async with clock.timeout(max(0.001, deadline - clock.monotonic()), "a round"):
+                async with clock.timeout(
+                    max(0.001, deadline - clock.monotonic()), "waiting for a round"
+                ):
                     await self._round_available.wait()
             except DeadlineExceeded:
                 return None

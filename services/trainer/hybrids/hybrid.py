@@ -149,7 +149,7 @@ class Hybrid(StatelessSleeper, Actor):
 
     async def wake(self, restore: RestoreTensors) -> None:
         """Reallocate the memory; `serve` then joins under a new generation and fetches weights."""
-        assert self._memory is not None, "it sleeps"
+        assert self._memory is not None, "the hybrid sleeps"
         await reallocate_memory(self._memory, self._run_blocking, self.mesh.name)
         self._memory = None
         self._generation = 0
@@ -180,7 +180,7 @@ class Hybrid(StatelessSleeper, Actor):
                 self.mesh.telemetry.log.info("joining again", error=str(error))
                 self._generation = 0
             except MeshError as error:
-                self.mesh.telemetry.log.info("asking again", error=str(error))
+                self.mesh.telemetry.log.info("repeating the request", error=str(error))
                 patience.record_failure(error)
                 await self.mesh.clock.sleep(RETRY_S)
         await self._has_left.wait()  # else the caller of `drain` would get no answer
@@ -219,7 +219,7 @@ class Hybrid(StatelessSleeper, Actor):
     async def _use_learner(self) -> AsyncIterator[None]:
         """Lock the learner for one use; raise Fenced if the hybrid is to sleep."""
         if not self._is_awake.is_set():
-            raise Fenced("it sleeps", where=self.mesh.name)
+            raise Fenced("the hybrid sleeps", where=self.mesh.name)
         async with self._learner_lock:
             yield
 

@@ -129,7 +129,7 @@ class CheckpointWriter:
         if writing is None:
             return
         try:
-            async with self._mesh.clock.timeout(SAVE_TIMEOUT_S, "a checkpoint"):
+            async with self._mesh.clock.timeout(SAVE_TIMEOUT_S, "writing a checkpoint"):
                 await writing
         except (MeshError, OSError) as error:
             if required:

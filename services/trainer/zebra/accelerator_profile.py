@@ -279,7 +279,7 @@ def _read_profile(path: Path) -> dict[str, Any] | None:
     """Return the cached profile; None if it is missing or unreadable."""
     try:
         told: dict[str, Any] = json.loads(path.read_text())
-        parse_accelerator_costs(told["kind"], "a kept profile")
+        parse_accelerator_costs(told["kind"], "a saved profile")
         return told if float(told["backward"]) > 0 else None
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None

@@ -56,7 +56,7 @@ EXPIRED_PREFIX = "expired-"  # prefix of a directory being removed
 
 
 class PendingEvents:
-    """Corruption events in order of discovery, retained until published."""
+    """Corruption events in order of discovery, kept until they are published."""
 
     def __init__(self, mesh: Mesh, events: deque[CorruptionEvent]) -> None:
         """Create the collection.
@@ -68,20 +68,20 @@ class PendingEvents:
         self._publish_lock = asyncio.Lock()
 
     def add(self, event_fields: dict[str, Any], op: str = "") -> None:
-        """Add an event for the next `publish_all`, which each sweep calls; callable from any
-        thread.
+        """Add an event, which the next `publish_all` publishes; callable from any thread.
 
-        Code that moves a corrupt file calls it at once, so that a cancelled caller loses no event.
+        A caller that moves a corrupt file adds the event at once, so that a cancellation loses
+        none. `op` is the operation id that makes the publication idempotent; empty: a random one.
         """
         self._events.append((event_fields, op or uuid.uuid4().hex))
 
     async def publish(self, event_fields: dict[str, Any]) -> None:
-        """Publish an event now, or with a later `publish_all`."""
+        """Add an event, and try to publish all pending ones now."""
         self.add(event_fields)
         await self.publish_all()
 
     async def publish_all(self) -> None:
-        """Publish pending events; the rest waits while Redis accepts none."""
+        """Publish the pending events in order; on an error keep the rest for the next call."""
         async with self._publish_lock:
             while self._events:
                 try:
@@ -98,7 +98,7 @@ class PendingEvents:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """Interval of sweeps, and grace period before deletion."""
+    """Interval of sweeps, and grace period before deletion, in seconds."""
 
     interval_s: float = SWEEP_INTERVAL_S
     grace_s: float = DELETION_GRACE_S
@@ -106,13 +106,18 @@ class SweepSettings:
 
 @dataclass
 class _Needed:
+    """Digests that must stay, and directories of expired checkpoints to delete."""
+
     manifests: set[str] = field(default_factory=set)
     groups: set[str] = field(default_factory=set)
     leftovers: list[Path] = field(default_factory=list)  # files of expired checkpoints
 
 
 class ChunkSweeper:
-    """Sweeper of one store; it removes deleted manifests from `manifest_cache`."""
+    """Sweeper of one store, which deletes the chunks of versions and groups that nothing needs.
+
+    It also removes deleted manifests from `manifest_cache`.
+    """
 
     def __init__(
         self,
@@ -145,6 +150,7 @@ class ChunkSweeper:
         self.quotas = VersionQuotas(mesh, records, read_manifest, self.sweep)
 
     async def run(self) -> None:
+        """Sweep every `interval_s` seconds until cancelled; log errors."""
         try:
             while True:
                 await self._mesh.clock.sleep(self._settings.interval_s)
@@ -157,12 +163,19 @@ class ChunkSweeper:
                 self._removal_task.cancel()
 
     async def sweep(self) -> None:
+        """Delete what is no longer needed, and update the quotas; concurrent calls wait for each
+        other.
+        """
         async with self._sweep_lock:
             self.sweep_count += 1
             rows = await self._sweep_once()
             await self.quotas.update(rows)
 
     async def _sweep_once(self) -> list[jobs.JobRow]:
+        """Sweep once, and return the jobs' rows.
+
+        Delete nothing but expired checkpoints while an unknown job may resume from any chunk.
+        """
         await self._pending_events.publish_all()
         rows = await jobs.read_jobs(self._mesh.state)
         for row in rows:
@@ -170,41 +183,41 @@ class ChunkSweeper:
                 continue
             # Versions in Redis that a commit or checkpoint is about to name, once per start.
             since = max(0, find_newest_due_version(row.version, *read_checkpoint_schedule(row)) - 1)
-            told = await steps.read_step_rows(self._mesh.state, row.id, since)
+            step_rows = await steps.read_step_rows(self._mesh.state, row.id, since)
             versions = {
-                step["manifest"]: VersionNumber(step["lineage"], step["step"]) for step in told
+                step["manifest"]: VersionNumber(step["lineage"], step["step"]) for step in step_rows
             }
             await self._records.merge_from_redis(row.id, row.run_dir, versions)
             self._known_jobs.add(row.id)
         pinned_by_job = await self._run_blocking(read_all_pins, self._chunks.directory)
         for row in rows:
             await self._records.add_pinned(row.id, row.run_dir, pinned_by_job.get(row.id, {}))
-        held = {record.job: dict(record.versions) for record in self._records}
+        versions_by_job = {record.job: dict(record.versions) for record in self._records}
         deleted = set(await deletion.read_pending_store_deletions(self._mesh.state)) - {
             row.id for row in rows
         }
-        need = await self._find_needed(rows, held, deleted)
-        need.manifests |= {manifest for pins in pinned_by_job.values() for manifest in pins}
+        needed = await self._find_needed(rows, versions_by_job, deleted)
+        needed.manifests |= {manifest for pins in pinned_by_job.values() for manifest in pins}
         # Hosts may report anchors that were deleted since: only versions on record can be kept.
-        on_record = {manifest for versions in held.values() for manifest in versions}
-        need.manifests |= (anchored := self._deltas.list_anchors()) & on_record
-        for digest in list(need.manifests):  # the bases of adapters
+        on_record = {manifest for versions in versions_by_job.values() for manifest in versions}
+        needed.manifests |= (anchors := self._deltas.list_anchors()) & on_record
+        for digest in list(needed.manifests):  # the bases of adapters
             with suppress(
                 NotFound, CorruptData, BadMessage, Refused
             ):  # `_list_contents` reports the error
                 if (base := (await self._read_manifest(digest)).base) is not None:
-                    need.manifests.add(base.manifest)
-        live = need.groups | await self._list_contents(need.manifests, are_needed=True)
-        live |= self._deltas.retain_live(need.manifests)
-        passed = {m for versions in held.values() for m in versions} - need.manifests
-        named = self._referenced | await self._list_contents(passed)
+                    needed.manifests.add(base.manifest)
+        live = needed.groups | await self._list_contents(needed.manifests, are_needed=True)
+        live |= self._deltas.retain_live(needed.manifests)
+        unneeded = {m for versions in versions_by_job.values() for m in versions} - needed.manifests
+        referenced = self._referenced | await self._list_contents(unneeded)
         self._referenced = live
-        self._start_removal(need.leftovers)
+        self._start_removal(needed.leftovers)
         if self._records.has_unknown_jobs:  # any chunk may belong to what that job resumes from
             return rows
-        await self._delete_dead(named - live, live)
-        for job, versions in held.items():
-            await self._update_record(job, versions, need.manifests, anchored)
+        await self._delete_dead(referenced - live, live)
+        for job, versions in versions_by_job.items():
+            await self._update_record(job, versions, needed.manifests, anchors)
         for job in deleted:
             self._known_jobs.discard(job)
             self._deltas.forget_job(job)
@@ -220,16 +233,20 @@ class ChunkSweeper:
         versions_by_job: dict[str, dict[str, VersionNumber]],
         deleted: set[str],
     ) -> _Needed:
-        need = _Needed()
+        """Find the manifests and groups that jobs still need, and rename expired checkpoints.
+
+        A job that Redis has lost needs all its versions. A deleted job needs none.
+        """
+        needed = _Needed()
         for row in rows:
-            need.groups |= await groups.read_live_digests(self._mesh.state, row.id)
+            needed.groups |= await groups.read_live_digests(self._mesh.state, row.id)
             versions = versions_by_job.get(row.id, {})
-            current, asked = (
+            current, requested = (
                 VersionNumber(row.lineage, row.version),
                 row.document.get("weights", {}),
             )
-            need.manifests |= find_permanent(row) | find_awaited(row, versions)
-            need.manifests |= find_requested(versions, current, asked).keys()
+            needed.manifests |= find_permanent(row) | find_awaited(row, versions)
+            needed.manifests |= find_requested(versions, current, requested).keys()
             directory = Path(row.run_dir) / "checkpoints"
             # Before any expires: a corrupt checkpoint does not count towards those to keep.
             weights = await self._read_checkpoint_manifests(
@@ -237,83 +254,99 @@ class ChunkSweeper:
             )
             names = await self._run_blocking(_remove_expired, row)
             if row.checkpoint and row.checkpoint not in names:  # is its disk missing?
-                need.manifests |= versions.keys()
-            need.manifests |= {weights[name] for name in names if name in weights}
-            need.leftovers += await self._run_blocking(_list_paths, directory, f"{EXPIRED_PREFIX}*")
+                needed.manifests |= versions.keys()
+            needed.manifests |= {weights[name] for name in names if name in weights}
+            needed.leftovers += await self._run_blocking(
+                _list_paths, directory, f"{EXPIRED_PREFIX}*"
+            )
         known = {row.id for row in rows} | deleted  # nothing is needed of deleted jobs
         for record in self._records:
             if (
                 record.job not in known
             ):  # by Redis, which has lost the job: a resume needs its versions
-                need.manifests |= versions_by_job.get(record.job, {}).keys()
+                needed.manifests |= versions_by_job.get(record.job, {}).keys()
                 if record.run_dir:
                     directory = Path(record.run_dir) / "checkpoints"
                     names = await self._run_blocking(_list_checkpoint_names, directory)
-                    need.manifests |= set(
+                    needed.manifests |= set(
                         (await self._read_checkpoint_manifests(directory, names)).values()
                     )
-        return need
+        return needed
 
     async def _read_checkpoint_manifests(
         self, directory: Path, names: Iterable[str]
     ) -> dict[str, str]:
-        """Return the weight manifests that checkpoints name; corrupt checkpoints are
-        quarantined.
+        """Return the weight manifest of each readable checkpoint, by checkpoint name.
+
+        Missing ones are logged; corrupt ones are quarantined.
         """
-        found: dict[str, str] = {}
+        weight_manifests: dict[str, str] = {}
         for name in names:
             path = directory / f"{name}.json"
             try:
-                found[name] = (await self._run_blocking(read_manifest, path))["weights"]
+                weight_manifests[name] = (await self._run_blocking(read_manifest, path))["weights"]
             except NotFound as error:
                 self._report_unreadable(str(path), error)
             except CorruptData as error:
                 await self._quarantine_checkpoint(path, error)
-        return found
+        return weight_manifests
 
     async def _quarantine_checkpoint(self, path: Path, error: CorruptData) -> None:
-        """Quarantine a corrupt checkpoint: it is not deleted, and the previous one takes its
+        """Rename a corrupt checkpoint and publish an event; the previous checkpoint takes its
         place.
         """
 
-        def put_aside() -> None:
-            if (aside := quarantine_checkpoint(path)) is None:
+        def quarantine() -> None:
+            if (quarantined_path := quarantine_checkpoint(path)) is None:
                 return
-            then = "an older checkpoint is used if a trainer starts before the next one is written"
+            recovery = (
+                "an older checkpoint is used if a trainer starts before the next one is written"
+            )
             self._pending_events.add(
                 corruption.make_event_fields(
-                    "checkpoint", path, error.message, f"{then} written", quarantined_path=aside
+                    "checkpoint",
+                    path,
+                    error.message,
+                    f"{recovery} written",
+                    quarantined_path=quarantined_path,
                 )
             )
 
-        await self._run_blocking(put_aside)
+        await self._run_blocking(quarantine)
         await self._pending_events.publish_all()
 
     async def _list_contents(self, manifests: Iterable[str], are_needed: bool = False) -> set[str]:
-        """Return these manifests with their chunks; unreadable manifests do not stop a sweep."""
-        found = set()
+        """Return the digests of these manifests and of their chunks.
+
+        An unreadable manifest is logged once and counts without its chunks. A missing one of
+        `are_needed` manifests is also published as corruption.
+        """
+        digests = set()
         for digest in manifests:
-            found.add(digest)
+            digests.add(digest)
             try:
-                found |= {tensor.chunk for tensor in (await self._read_manifest(digest)).tensors}
+                digests |= {tensor.chunk for tensor in (await self._read_manifest(digest)).tensors}
             except (NotFound, CorruptData, BadMessage, Refused) as error:  # of an earlier version
                 if (
                     self._report_unreadable(digest, error)
                     and are_needed
                     and isinstance(error, NotFound)
                 ):
-                    path, then = (
+                    path, recovery = (
                         self._chunks.chunk_path(digest),
                         corruption.RECOVERY_BY_KIND["weights"],
                     )
                     await self._pending_events.publish(
-                        corruption.make_event_fields("weights", path, "the file is missing", then)
+                        corruption.make_event_fields(
+                            "weights", path, "the file is missing", recovery
+                        )
                     )
             else:
                 self._unreadable_since.pop(digest, None)
-        return found
+        return digests
 
     def _report_unreadable(self, name: str, error: MeshError) -> bool:
+        """Log an unreadable file once; return True the first time."""
         if name in self._unreadable_since:
             return False
         self._unreadable_since[name] = self._mesh.clock.monotonic()
@@ -323,25 +356,30 @@ class ChunkSweeper:
     # -- deletion --------------------------------------------------------------------------------
 
     async def _delete_dead(self, unreferenced: set[str], live: set[str]) -> None:
-        """Delete dead chunks and orphans.
+        """Delete chunks that are dead for the grace period; now and then also old orphans.
 
         Args:
-            unreferenced: No longer named; a chunk written again within the grace becomes an orphan.
+            unreferenced: Digests that were needed at the last sweep, or of unneeded versions.
+            live: Digests that are needed; they stay.
         """
         now = self._mesh.clock.monotonic()
         # While an unreadable manifest may be written again, its chunks are named by none.
-        unread = any(now - since < ORPHAN_MIN_AGE_S for since in self._unreadable_since.values())
-        orphans = now >= self._next_orphan_scan_at and not unread
-        if orphans:
+        has_recent_unreadable = any(
+            now - since < ORPHAN_MIN_AGE_S for since in self._unreadable_since.values()
+        )
+        includes_orphans = now >= self._next_orphan_scan_at and not has_recent_unreadable
+        if includes_orphans:
             self._next_orphan_scan_at = now + ORPHAN_SCAN_INTERVAL_S
             published = self._chunks.open_space(PUBLISHED)  # files are published again on request
-            old = await self._run_blocking(
+            old_files = await self._run_blocking(
                 published.find_older_than, ORPHAN_MIN_AGE_S, self._mesh.clock.wall()
             )
-            await self._run_blocking(published.delete_unchanged, old)
+            await self._run_blocking(published.delete_unchanged, old_files)
         for space, dead in self._dead_chunks.items():
             chunks = self._chunks.open_space(space)
-            for digest in await self._delete_in_space(chunks, dead, unreferenced, live, orphans):
+            for digest in await self._delete_in_space(
+                chunks, dead, unreferenced, live, includes_orphans
+            ):
                 if digest not in live:
                     self._manifest_cache.pop(digest, None)
 
@@ -353,18 +391,23 @@ class ChunkSweeper:
         live: set[str],
         include_orphans: bool,
     ) -> Iterable[str]:
+        """Delete dead chunks of one space unless they were written again; return their digests.
+
+        Args:
+            dead: Time of death and write time by digest; updated by this call.
+        """
         now, grace_s = self._mesh.clock.monotonic(), self._settings.grace_s
-        new = await self._run_blocking(chunks.read_write_times, unreferenced - dead.keys())
-        dead |= {digest: (now, written) for digest, written in new.items()}
+        write_times = await self._run_blocking(chunks.read_write_times, unreferenced - dead.keys())
+        dead |= {digest: (now, written) for digest, written in write_times.items()}
         for digest in live & dead.keys():
             del dead[digest]
         due = {d: written for d, (since, written) in dead.items() if now - since >= grace_s}
         if include_orphans:
-            old = await self._run_blocking(
+            old_chunks = await self._run_blocking(
                 chunks.find_older_than, ORPHAN_MIN_AGE_S, self._mesh.clock.wall()
             )
             known = live | dead.keys()
-            due |= {d: written for d, written in old.items() if d not in known}
+            due |= {d: written for d, written in old_chunks.items() if d not in known}
         await self._run_blocking(chunks.delete_unchanged, due)
         for digest in due:
             dead.pop(digest, None)
@@ -373,22 +416,27 @@ class ChunkSweeper:
     async def _update_record(
         self, job: str, versions: dict[str, VersionNumber], needed: set[str], anchors: set[str]
     ) -> None:
-        """Remove versions that are no longer needed from a record, and record its anchors.
+        """Remove unneeded versions from a job's record, and set its anchors; save it if it changed.
 
         Versions staged since the sweep began stay. Commands that list versions read the anchors
         there.
         """
-        passed, record = versions.keys() - needed, self._records.get_or_create(job)
-        for digest in passed:
+        unneeded, record = versions.keys() - needed, self._records.get_or_create(job)
+        for digest in unneeded:
             record.versions.pop(digest, None)
-        before, record.anchors = record.anchors, frozenset(anchors & record.versions.keys())
-        if passed or record.anchors != before:
+        earlier_anchors, record.anchors = (
+            record.anchors,
+            frozenset(anchors & record.versions.keys()),
+        )
+        if unneeded or record.anchors != earlier_anchors:
             await self._records.save(job)
 
     def _start_removal(self, directories: list[Path]) -> None:
-        """Remove directories in the background, one batch at a time; failures are retried."""
+        """Delete directories in a background task, unless one runs; the next sweep retries
+        failures.
+        """
 
-        async def removed() -> None:
+        async def remove_all() -> None:
             for directory in directories:
                 try:
                     run = self._mesh.host.run_blocking
@@ -397,7 +445,7 @@ class ChunkSweeper:
                     self._mesh.telemetry.log.warning("removal", error=str(error))
 
         if directories and (self._removal_task is None or self._removal_task.done()):
-            self._removal_task = asyncio.create_task(removed(), name="remove")
+            self._removal_task = asyncio.create_task(remove_all(), name="remove")
 
     async def _run_blocking(self, work: Callable[..., T], *args: object) -> T:
         return await self._mesh.host.run_blocking(work, *args, deadline_s=IO_TIMEOUT_S)
@@ -415,16 +463,19 @@ def _list_paths(directory: Path, pattern: str) -> list[Path]:
 
 
 def _remove_expired(row: jobs.JobRow) -> list[str]:
-    """Rename expired checkpoints for removal, and return the names of the others."""
+    """Rename expired checkpoints for removal; return the names of the others.
+
+    The committed checkpoint, the `keep_checkpoints` - 1 before it, and all later ones stay.
+    """
     directory = Path(row.run_dir) / "checkpoints"
     names = _list_checkpoint_names(directory)
     for name in find_expired(
         names, row.checkpoint, int(row.document["training"]["keep_checkpoints"])
     ):
-        aside = directory / f"{EXPIRED_PREFIX}{name}"
-        if not aside.exists():
+        renamed_path = directory / f"{EXPIRED_PREFIX}{name}"
+        if not renamed_path.exists():
             with suppress(FileNotFoundError):
-                (directory / name).rename(aside)
+                (directory / name).rename(renamed_path)
             # Last: after an interruption the checkpoint is found expired again.
             (directory / f"{name}.json").unlink(missing_ok=True)
             names.remove(name)

@@ -185,7 +185,7 @@ class Pipe(_DescriptorReader):
         DeadlineExceeded.
         """
         if (frame := self._take_frame()) is None:
-            async with clock.timeout(deadline_s, "a jail's answer"):
+            async with clock.timeout(deadline_s, "waiting for a jail's answer"):
                 while frame is None:
                     if self.is_eof:
                         raise PeerLost("the jail has exited")

@@ -107,7 +107,7 @@ class ZygoteClient:
         with self._waits.wait("a jail", on=f"the zygote (pid {self.pid})"):
             while True:
                 try:
-                    async with self._clock.timeout(POLL_S, "a jail's beginning"):
+                    async with self._clock.timeout(POLL_S, "waiting for the start of a jail"):
                         return await asyncio.shield(answer)
                 except DeadlineExceeded:
                     pass

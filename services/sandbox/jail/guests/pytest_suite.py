@@ -187,7 +187,7 @@ def _classify_reports(reports: list[Any]) -> str:
 
 
 def _find_missing_plugin(item: Any) -> str:
-    """Return a fixture of the test that only a missing plugin would have; empty: none."""
+    """Return a fixture of the test that only a missing plugin would have, or an empty string."""
     function, info = getattr(item, "function", None), getattr(item, "_fixtureinfo", None)
     if not isinstance(function, types.FunctionType) or info is None:
         return ""

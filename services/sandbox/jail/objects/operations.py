@@ -320,7 +320,7 @@ def list_library_modules() -> frozenset[str]:
 
 
 def find_module(name: str) -> Any:
-    """Return a module of the standard library by its name; None if it is none."""
+    """Return a module of the standard library by its name; None if there is none."""
     if name.split(".")[0] not in list_library_modules():
         return None
     with contextlib.suppress(ImportError):
@@ -329,6 +329,6 @@ def find_module(name: str) -> Any:
 
 
 def find_class(module: str, name: str) -> Any:
-    """Return a class of the standard library by its name; None if it is none."""
+    """Return a class of the standard library by its name; None if there is none."""
     found = getattr(find_module(module), name, None)
     return found if isinstance(found, type) else None

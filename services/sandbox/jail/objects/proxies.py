@@ -1,13 +1,15 @@
-"""Proxies of the other jail's objects, with the rules of which side answers a test.
+"""Proxies of the other jail's objects, and the rules for comparisons with them.
 
-Where a test expects plain data, an object that answers yes to everything must not pass. The rules:
-no object of the solution decides by itself that it equals data, or is above or below it. One whose
-class derives from a built-in type is compared by its content, as data. Two objects of the solution
-are compared by it, unless they equal an object unknown to them. Arithmetic and `in` are permitted
-on an instance that the test itself made, by calling a name of the solution that begins with a
-capital. An object that has seen data in arithmetic returns nothing that a test could take for a
-verdict. Where a class (a name in CamelCase) does claim to equal data, its test is about that claim,
-which cannot be told from a forgery: the operation is rejected by name.
+Where a test expects plain data, an object that equals everything must not pass. The rules:
+
+- No object of the solution decides by itself that it equals data, or is above or below it.
+- An object whose class derives from a built-in type is compared by its content, as data.
+- The solution compares two of its objects, unless they equal an object unknown to them.
+- Arithmetic and `in` are permitted on an instance that the test itself made, by calling a name of
+  the solution that begins with a capital.
+- An object that has seen data in arithmetic returns no value that decides a test.
+- If a class (a name in CamelCase) claims to equal data, the claim cannot be distinguished from a
+  forgery: the operation is rejected with its name.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ TESTS = "tests"  # name of the module that holds them
 ORDER = ("lt", "le", "gt", "ge")
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 ARITHMETIC = _ARITHMETIC.split()
-DIFFERENCE_OPERATORS = ("sub", "rsub", "isub", "xor", "rxor")  # a test for closeness begins with it
+DIFFERENCE_OPERATORS = ("sub", "rsub", "isub", "xor", "rxor")  # of tests for closeness
 _CONVERSIONS = "neg pos abs invert int float complex index round bytes reversed format dir"
 CONVERSIONS = _CONVERSIONS.split()
 _FUNCTION_ATTRIBUTES = "__code__ __name__ __qualname__ __defaults__ __kwdefaults__ __annotations__"
@@ -53,17 +55,17 @@ class RemoteRef:
         """Request an operation on this object; see `ObjectConnection.request`."""
         return self.connection.request(operation, self.number, *arguments)
 
-    def record_name(self, name: str, imported: bool = False) -> None:
+    def record_name(self, name: str, is_imported: bool = False) -> None:
         """Record the name that reached this object.
 
         Of several names that tests import, the one with the fewest rights counts.
         """
         kind = classify_name(name)
-        if imported and self.is_imported:
+        if is_imported and self.is_imported:
             self.maker_kind = min(self.maker_kind, kind, key=MAKER_KINDS.index)
-        elif imported or not self.maker_kind:
+        elif is_imported or not self.maker_kind:
             self.maker_kind = kind
-        self.is_imported = self.is_imported or imported
+        self.is_imported = self.is_imported or is_imported
 
     def reject(self, what: str, by_solution: bool = False) -> NoReturn:
         """Reject an operation on this object; see `ObjectConnection.reject`."""
@@ -92,7 +94,7 @@ def get_ref(value: Any) -> RemoteRef | None:
 
 
 def classify_name(name: str) -> str:
-    """Return what a call of this name of the solution makes."""
+    """Return the `maker_kind` of a callable with this name."""
     if not name[:1].isupper():
         return ""
     return "class" if any(letter.islower() for letter in name) else "capital"
@@ -181,7 +183,7 @@ class RemoteProxy:
         if not ref.connection.is_trusted:
             return not ref.compares_by_identity and bool(ref.request("operator", "__eq__", other))
         if not _is_data(other):
-            return NotImplemented  # an object of the tests: approx, ANY, and their own
+            return NotImplemented  # an object of the tests, such as approx or ANY
         claims = ref.request("equal", other) if ref.made_by else None
         if claims == [True, False] and ref.made_by == "class" and ref.is_made_by_test:
             what = f"equality of a {ref.kind} with plain data, by its own `__eq__`"
@@ -231,9 +233,7 @@ def is_dunder_allowed(ref: RemoteRef, name: str) -> bool:
 
 
 def _require_no_data_seen(target: RemoteProxy) -> RemoteRef:
-    """Return the reference of an object that has seen no data in arithmetic, and may give a
-    verdict.
-    """
+    """Return the reference of an object that may decide a test; TypeError if it has seen data."""
     ref = get_own_ref(target)
     if ref.has_seen_data:
         raise TypeError(f"a verdict of a {ref.kind} of the solution, where data was due")
@@ -283,7 +283,7 @@ def _make_arithmetic_operator(name: str) -> Callable[..., Any]:
                 if name in DIFFERENCE_OPERATORS
                 else ref.request("operator", f"__{name}__", other)
             )
-            if type(value) is RemoteProxy:  # one of its own kind, which is compared by its content
+            if type(value) is RemoteProxy:  # of the same class, and compared by its content
                 return value
             return getattr(ref.request("content"), f"__{name}__")(other)
         value = ref.request("operator", f"__{name}__", other)
@@ -305,7 +305,7 @@ def _make_arithmetic_operator(name: str) -> Callable[..., Any]:
             result_ref.made_by = result_ref.made_by or ref.made_by
             result_ref.has_seen_data = result_ref.has_seen_data or ref.made_by != "class"
         elif ref.made_by != "class" or name in DIFFERENCE_OPERATORS:
-            # It may have seen the expected value.
+            # The solution may have seen the expected value.
             raise TypeError(f"data for {name} of an object of the solution and data")
         return value
 

@@ -1,6 +1,6 @@
-"""Exceptions across two jails: each class of one side has a class on the other.
+"""Exceptions across two jails: each exception class has an equivalent class on the other side.
 
-So `except`, `isinstance` and the bases of an exception mean the same on both sides.
+So `except`, `isinstance` and the bases of an exception have the same meaning on both sides.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def make_remote_method(operation: str, *leading: Any) -> Any:
 
 
 def _is_equal(self: Any, other: Any) -> Any:
-    """Compare as the exception defines it, but never with data."""
+    """Compare with another exception by the remote `__eq__`; False for other values."""
     if not isinstance(other, BaseException):
         return False
     ref: RemoteRef = vars(self)["_remote_ref"]
@@ -85,7 +85,7 @@ def _is_equal(self: Any, other: Any) -> Any:
 def make_exception_class(
     ref: RemoteRef, name: str, bases: list[Any], remote_methods: list[str]
 ) -> Any:
-    """Make a class that represents one of the other side."""
+    """Make a class that represents an exception class of the other side."""
     kinds = [kind for kind in bases if isinstance(kind, type) and issubclass(kind, BaseException)]
     members = {"_remote_ref": ref, "__module__": "solution"}
     members.update({"__getattr__": _get_attribute, "__str__": _format})

@@ -1,6 +1,6 @@
-"""Plain data across a pipe: by value, rebuilt from types of Python and its standard library.
+"""Codec of plain data: values are rebuilt from types of Python and its standard library.
 
-Repeated references to one list in a message stay so on the other side. A call's changes to its
+A list that a message contains twice is one list on the other side, too. A call's changes to its
 arguments are sent by the containers' positions in the message.
 """
 
@@ -44,8 +44,8 @@ LIBRARY_TYPES: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
     ("ipaddress", "IPv4Address"): lambda v: [str(v)],
     ("ipaddress", "IPv6Address"): lambda v: [str(v)],
 }
-# Data types that a class may derive from, and access to the data whatever the class overrides: its
-# instances cross as data, and as objects.
+# Data types from which a class may derive, with functions that return the data whatever the class
+# overrides. Its instances cross both as data and as objects.
 DATA_BASES: dict[Any, Callable[[Any], Any]] = {
     str: str.__str__,
     int: int.__index__,
@@ -61,9 +61,7 @@ DATA = (type(None), bool, int, float, complex, str, bytes, bytearray)
 
 
 def extract_data(value: Any) -> Any:
-    """Return the data in an instance of a class that derives from one of `DATA_BASES`; None for
-    others.
-    """
+    """Return the data of an instance of a class derived from one of `DATA_BASES`, or None."""
     return next((get(value) for kind, get in DATA_BASES.items() if isinstance(value, kind)), None)
 
 
@@ -271,10 +269,10 @@ def read_state(container: Any) -> list[Any]:
     return list(container)
 
 
-def is_same_state(one: list[Any], other: list[Any]) -> bool:
-    if one and isinstance(one[0], bytes) and len(one) == 1:
-        return one == other
-    return len(one) == len(other) and all(map(operator.is_, one, other))
+def is_same_state(state: list[Any], other: list[Any]) -> bool:
+    if state and isinstance(state[0], bytes) and len(state) == 1:
+        return state == other
+    return len(state) == len(other) and all(map(operator.is_, state, other))
 
 
 class SharedContainers:

@@ -35,11 +35,11 @@ class SolutionModule(types.ModuleType):
         value = connection.request("get", 0, name)
         ref = get_ref(value)
         if ref is not None:
-            ref.record_name(name, imported=True)
+            ref.record_name(name, is_imported=True)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("__"):  # what an import sets
+        if name.startswith("__"):  # set by an import
             self.__dict__[name] = value
         else:
             _get_connection(self).request("set", 0, name, value)

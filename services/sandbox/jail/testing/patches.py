@@ -57,7 +57,7 @@ class MonkeyPatch:
         old = getattr(target, name, MISSING)
         if old is MISSING and raising:
             raise AttributeError(f"{target!r} has no attribute {name!r}")
-        if isinstance(target, type):  # a static method stays one
+        if isinstance(target, type):  # a static method remains static
             members = target.__dict__
             old = members[name] if name in members else MISSING  # noqa: SIM401 (it may be remote)
         setattr(target, name, value)

@@ -198,7 +198,7 @@ def _is_number(value: Any) -> bool:
 
 
 class _Pytest(types.ModuleType):
-    """Module `pytest`; use of a missing attribute is no failed test."""
+    """Module `pytest`; the use of a missing attribute rejects the tests."""
 
     def __init__(self, connection: ObjectConnection) -> None:
         super().__init__("pytest")

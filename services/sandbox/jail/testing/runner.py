@@ -96,7 +96,7 @@ class TestModule:
         self._connection, self._store = connection, FixtureStore()
         self._items: list[Item] = []
         self._registry: FixtureRegistry | None = None
-        self._current_class: Any = None
+        self._current_class: type[Any] | None = None
         self._is_module_set_up = False
         self.is_skipped = False  # the whole module is skipped
 

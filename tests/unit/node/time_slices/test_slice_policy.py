@@ -76,7 +76,7 @@ def test_overdue_holder_keeps_its_ranks_until_it_is_dead() -> None:
     assert order.get_grant("1") is None
     assert not order.release("1")  # a live holder may still compute
     assert order.grant_waiting(3.0) == []
-    order.holder_killed(held)
+    order.free_killed(held)
     assert [held.request.instance for held in order.grant_waiting(3.0)] == ["b"]
 
 
@@ -100,7 +100,7 @@ def test_removed_instance_loses_its_requests_and_gets_a_short_deadline() -> None
     order.retain_instances({"a": 2, "c": 1}, 3.0)
     assert order.grant_waiting(0.0) == []  # the holder may still compute
     (late,) = order.take_overdue(3.0)
-    order.holder_killed(late)
+    order.free_killed(late)
     assert [held.request.instance for held in order.grant_waiting(3.0)] == ["c"]
 
 
@@ -109,7 +109,7 @@ def test_dead_instance_loses_its_grants_and_requests() -> None:
     order.enqueue(make_request("a", "1", {0}), 0.0)
     order.grant_waiting(0.0)
     order.enqueue(make_request("b", "2", {0}), 0.0)
-    order.instance_exited("a")
+    order.drop_instance("a")
     assert [held.request.instance for held in order.grant_waiting(0.0)] == ["b"]
 
 
@@ -153,12 +153,12 @@ def test_random_schedule_keeps_ranks_exclusive_and_overtakes_at_most_once(
                     overtaken.pop(instance, None)
         elif what == "tick":
             for held in dying:
-                order.holder_killed(held)
+                order.free_killed(held)
             now += 1.5
             dying = order.take_overdue(now)
             assert all(held.deadline <= now for held in dying)
         elif what == "gone":
-            order.instance_exited(instance)
+            order.drop_instance(instance)
             overtaken.pop(instance, None)
         for held in order.grant_waiting(now):
             winner = held.request.instance

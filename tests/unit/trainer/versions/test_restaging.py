@@ -83,12 +83,14 @@ async def test_restaging_continues_without_its_caller_and_later_callers_join(
 ) -> None:
     core, compute = await create_core(bench)
     restage = bench.manifests[1]
-    cancelled_call = asyncio.create_task(core.restage(restage))
+    cancelled_call = asyncio.create_task(core.restage_version(restage))
     await bench.store.clock.sleep(PIECE_S / 2)
     cancelled_call.cancel()
     await asyncio.gather(cancelled_call, return_exceptions=True)
-    assert await core.restage(restage) == RestageResult(False, retry_later=True), "it goes on"
-    both = await asyncio.gather(core.restage(restage), core.restage(restage))
+    assert await core.restage_version(restage) == RestageResult(False, retry_later=True), (
+        "it goes on"
+    )
+    both = await asyncio.gather(core.restage_version(restage), core.restage_version(restage))
     assert list(both) == [RestageResult(True)] * 2
     assert (compute.stagings, compute.cancelled) == (2, False), "compared once, and written once"
     assert await bench.store.is_stored(bench.manifests[1])
@@ -97,7 +99,7 @@ async def test_restaging_continues_without_its_caller_and_later_callers_join(
 @story_on(run_with_trained_job, "tmp_path")
 async def test_restaging_ends_with_the_core(bench: TrainedJob) -> None:
     core, compute = await create_core(bench)
-    pending_call = asyncio.create_task(core.restage(bench.manifests[1]))
+    pending_call = asyncio.create_task(core.restage_version(bench.manifests[1]))
     await bench.store.clock.sleep(PIECE_S / 2)
     await core.stop()
     await asyncio.wait([pending_call])
@@ -114,7 +116,7 @@ async def test_version_with_another_layout_is_restaged_from_its_checkpoint(
     await bench.checkpoint(2, max_chunk_bytes=64)
     core, _ = await create_core(bench)
     restage = bench.manifests[2]
-    while (corruption := await core.restage(restage)).retry_later:
+    while (corruption := await core.restage_version(restage)).retry_later:
         pass
     assert corruption == RestageResult(True)
     assert await bench.store.is_stored(bench.manifests[2])
@@ -154,7 +156,7 @@ async def test_version_after_the_checkpoint_is_restaged_in_its_manifests_layout(
     for path in lost:
         path.unlink()
     await store.restart_store()
-    while (corruption := await core.restage(manifest)).retry_later:
+    while (corruption := await core.restage_version(manifest)).retry_later:
         pass
     assert corruption == RestageResult(True) and len(chunks) > 3
     assert await store.is_stored(manifest)
@@ -173,7 +175,7 @@ async def test_changed_weights_do_not_follow_an_old_layout(bench: TrainedJob) ->
     its_own.write_bytes(content)
     bench.learner.apply_gradient(torch.randn(bench.learner.parameter_count), 1.0, 1.0)
     restage = bench.manifests[2]
-    while (corruption := await core.restage(restage)).retry_later:
+    while (corruption := await core.restage_version(restage)).retry_later:
         pass
     assert corruption == RestageResult(False)
 
@@ -184,7 +186,7 @@ async def test_version_missing_in_its_checkpoint_is_not_restaged(bench: TrainedJ
     bench.model(2).unlink()
     core, _ = await create_core(bench)
     restage = bench.manifests[2]
-    while (corruption := await core.restage(restage)).retry_later:
+    while (corruption := await core.restage_version(restage)).retry_later:
         pass
     assert corruption == RestageResult(False)
 

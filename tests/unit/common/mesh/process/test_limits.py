@@ -306,7 +306,7 @@ def test_host_truncates_oversized_logs_of_its_processes(tmp_path: Path) -> None:
     os.write(log_fd, b"the last line\n")
     (tmp_path / "short.log").write_text("as it was\n")
     files = HostLogFiles(tmp_path)
-    files.truncate_oversized()
+    files.rotate_oversized()
     os.write(log_fd, b"goes on\n")
     assert {file.name: file.bytes < 200 for file in files.list_files()} == {
         "short": True,
