@@ -125,7 +125,7 @@ def test_role_that_exits_with_status_0_fails_the_job(tmp_path: Path) -> None:
     async def check(
         row: JobRow, exits: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
     ) -> None:
-        assert row.phase == "failed" and "engine/g0.0 ended by exit status 0" in row.error
+        assert row.phase == "failed" and "engine/g0.0 exited: exit status 0" in row.error
 
     run_with_program(None, tmp_path, check, for_s=300.0)
 
