@@ -96,10 +96,10 @@ def build_library(name: str, definition: str = "") -> Library:
 
     It is compiled with `-D<definition>` if one is given.
     """
-    if made := prebuilt_libraries.find_prebuilt(
+    if prebuilt := prebuilt_libraries.find_prebuilt(
         name, definition, COMPILER_FLAGS, _list_sources(name)
     ):
-        return Library(made)
+        return Library(prebuilt)
     command = _get_compiler_command(name, definition)
     if not command:
         return Library(None, NO_COMPILER_REASON)
@@ -120,10 +120,10 @@ def build_library(name: str, definition: str = "") -> Library:
 
 def find_library(name: str, definition: str = "") -> Library:
     """Return the library if it is built, else the reason why `build_library` would build it."""
-    if made := prebuilt_libraries.find_prebuilt(
+    if prebuilt := prebuilt_libraries.find_prebuilt(
         name, definition, COMPILER_FLAGS, _list_sources(name)
     ):
-        return Library(made)
+        return Library(prebuilt)
     command = _get_compiler_command(name, definition)
     if not command:
         return Library(None, NO_COMPILER_REASON)
@@ -192,10 +192,10 @@ def get_cache_directory() -> Path:
 
 
 def _compute_digest(command: list[str]) -> str:
-    seen = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in _list_sources(Path(command[-1]).stem):
-        seen.update(path.read_bytes())
-    asked = subprocess.run(
+        hasher.update(path.read_bytes())
+    compiler = subprocess.run(
         [command[0], "--version"],
         capture_output=True,
         text=True,
@@ -204,12 +204,12 @@ def _compute_digest(command: list[str]) -> str:
     )
     for text in (
         *command[:-1],
-        asked.stdout,
+        compiler.stdout,
         platform.machine(),
         prebuilt_libraries.read_processor_features(),
     ):
-        seen.update(text.encode() + b"\0")
-    return seen.hexdigest()[:20]
+        hasher.update(text.encode() + b"\0")
+    return hasher.hexdigest()[:20]
 
 
 def _compile(
@@ -217,8 +217,8 @@ def _compile(
 ) -> None:
     draft = path.with_suffix(f".{os.getpid()}")
     try:
-        made = [*command, "-o", str(draft)]
-        subprocess.run(made, capture_output=True, text=True, timeout=timeout_s, check=True)
+        arguments = [*command, "-o", str(draft)]
+        subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s, check=True)
         draft.chmod(mode)
         draft.replace(path)  # install atomically
     finally:

@@ -117,11 +117,11 @@ class RoundPacker:
         return [self._take_round(items, one) for one in rounds]
 
     def _take_round(self, items: list[int], one: Round) -> Round:
-        taken = [[items[i] for i in bin] for bin in one]
-        for bin in taken:
+        bins = [[items[i] for i in bin] for bin in one]
+        for bin in bins:
             for i in bin:
                 del self._pending_lengths[i]
-        return taken
+        return bins
 
 
 @dataclass(slots=True)
@@ -187,15 +187,17 @@ class _PackingProblem:
         """Pack each round by itself, up to the mean of the remaining cost or to its longest
         sequence.
         """
-        left = self.order
-        made: list[Bin] = []
-        while left:
-            still = max(1, rounds - len(made) // self.ranks)
-            share = sum(self.costs[i] for i in left) / (still * self.ranks)
+        remaining = self.order
+        packed: list[Bin] = []
+        while remaining:
+            still = max(1, rounds - len(packed) // self.ranks)
+            share = sum(self.costs[i] for i in remaining) / (still * self.ranks)
             bins = [_OpenBin() for _ in range(self.ranks)]
-            left = self._assign_to_cheapest(bins, left, max(share, self.costs[left[0]]))
-            made += [bin.items for bin in bins]
-        return made
+            remaining = self._assign_to_cheapest(
+                bins, remaining, max(share, self.costs[remaining[0]])
+            )
+            packed += [bin.items for bin in bins]
+        return packed
 
     def sample_round(self, fill_ratio: float) -> Round:
         """Fill a round with a regular sample of sequences, to about `fill_ratio` of its budget.
@@ -203,12 +205,12 @@ class _PackingProblem:
         Then add others that still fit and do not exceed the cost of the dearest bin.
         """
         share = fill_ratio * self.ranks * self.budget / sum(self.lengths)
-        seen, taken, chosen, others = 0.0, 0, [], []
+        target_tokens, sampled_tokens, chosen, others = 0.0, 0, [], []
         for i in self.order:
-            seen += share * self.lengths[i]
-            if taken < seen:
+            target_tokens += share * self.lengths[i]
+            if sampled_tokens < target_tokens:
                 chosen.append(i)
-                taken += self.lengths[i]
+                sampled_tokens += self.lengths[i]
             else:
                 others.append(i)
         bins = [_OpenBin() for _ in range(self.ranks)]
@@ -283,8 +285,8 @@ class _PackingProblem:
     def _exchange_sequences(self, high: _OpenBin, low: _OpenBin) -> bool:
         """Make the exchange that levels two bins best; return False if there is none."""
         gap = high.cost - low.cost
-        wanted, room = gap / 2, self.budget - low.tokens
-        best: tuple[float, int, int | None] = (wanted * (1 - 1e-3), -1, None)
+        desired, room = gap / 2, self.budget - low.tokens
+        best: tuple[float, int, int | None] = (desired * (1 - 1e-3), -1, None)
         offered = sorted(low.items, key=lambda i: (self.lengths[i], i))
         sizes = [self.lengths[i] for i in offered]
         tried: set[int] = set()
@@ -294,14 +296,14 @@ class _PackingProblem:
                 continue
             tried.add(length)
             if length <= room:
-                best = min(best, (abs(wanted - self.costs[i]), i, None), key=lambda x: x[0])
+                best = min(best, (abs(desired - self.costs[i]), i, None), key=lambda x: x[0])
             # Sequences of the cheaper bin that are cheaper than this one by about the wanted
             # difference.
-            at = bisect_left(sizes, self._get_length_for_cost(self.costs[i] - wanted))
+            at = bisect_left(sizes, self._get_length_for_cost(self.costs[i] - desired))
             for j in offered[max(0, at - 1) : at + 1]:
                 fits = self.lengths[i] - self.lengths[j] <= room
                 if fits and self.lengths[j] <= self.budget:
-                    off = abs(wanted - (self.costs[i] - self.costs[j]))
+                    off = abs(desired - (self.costs[i] - self.costs[j]))
                     best = min(best, (off, i, j), key=lambda x: x[0])
         _, i, other = best
         if i < 0:

@@ -51,12 +51,12 @@ def get_file_name(
     name: str, definition: str, kind: ProcessorKind, flags: Sequence[str], sources: Sequence[Path]
 ) -> str:
     """Return the file name of a library that is compiled from these for such a processor."""
-    seen = hashlib.sha256()
+    hasher = hashlib.sha256()
     for part in (definition, *flags, *kind.flags):
-        seen.update(part.encode() + b"\0")
+        hasher.update(part.encode() + b"\0")
     for path in sources:
-        seen.update(path.read_bytes())
-    return f"{name}-{kind.name}-{seen.hexdigest()[:20]}.so"
+        hasher.update(path.read_bytes())
+    return f"{name}-{kind.name}-{hasher.hexdigest()[:20]}.so"
 
 
 def find_prebuilt(

@@ -54,8 +54,8 @@ class JobClock:
         """Sleep for `seconds` of the job's time."""
         until = self.monotonic() + seconds
         await self._clock.sleep(seconds)
-        while self.is_paused or (left := until - self.monotonic()) > 0:
-            await self._clock.sleep(POLL_S if self.is_paused else left)
+        while self.is_paused or (remaining_s := until - self.monotonic()) > 0:
+            await self._clock.sleep(POLL_S if self.is_paused else remaining_s)
 
     def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
         """End the block after `seconds` of the job's time with DeadlineExceeded(what)."""

@@ -61,11 +61,11 @@ class McpServer:
         from mcp.types import PaginatedRequestParams
 
         page = await self._session.list_tools()
-        found, seen = list(page.tools), set()
+        found, known_cursors = list(page.tools), set()
         while cursor := _get_attribute(page, "next_cursor", "nextCursor"):
-            if cursor in seen:
+            if cursor in known_cursors:
                 raise RuntimeError(f"tools/list returned the page {cursor!r} twice")
-            seen.add(cursor)
+            known_cursors.add(cursor)
             page = await self._session.list_tools(params=PaginatedRequestParams(cursor=cursor))
             found += page.tools
         return found

@@ -318,14 +318,14 @@ def combine_outputs(pieces: Sequence[RequestOutput]) -> EngineOutput | None:
     """Combine pieces into one flush, in order; return None if there are none."""
     if not pieces:
         return None
-    asked = any(p.raw_logprobs is not None for p in pieces)
+    has_raw_logprobs = any(p.raw_logprobs is not None for p in pieces)
     return EngineOutput(
         ids=np.array([p.id for p in pieces], np.int64),
         counts=np.array([len(p.tokens) for p in pieces], np.int32),
         tokens=np.concatenate([p.tokens for p in pieces], dtype=np.int32, casting="same_kind"),
         logprobs=np.concatenate([p.logprobs for p in pieces], dtype=np.float32),
         raw_logprobs=np.concatenate(
-            [_fill_raw_logprobs(p) for p in pieces] if asked else [NO_FLOATS]
+            [_fill_raw_logprobs(p) for p in pieces] if has_raw_logprobs else [NO_FLOATS]
         ),
         versions=np.concatenate([p.versions for p in pieces], dtype=np.int32, casting="same_kind"),
         finish_reasons=np.array([p.finish_reason for p in pieces], np.int8),

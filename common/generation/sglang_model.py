@@ -56,8 +56,8 @@ def to_sglang_config(config: ModelConfig, max_length: int) -> ModelConfig:
             where="rollout.engine",
             fix=_USE_BUILTIN_FIX,
         )
-    kept = None if scaling.get("rope_type") == "dynamic" else config.rope_scaling
-    served = replace(config, sliding_window=0, sliding_layers=(), rope_scaling=kept)
+    rope_scaling = None if scaling.get("rope_type") == "dynamic" else config.rope_scaling
+    served = replace(config, sliding_window=0, sliding_layers=(), rope_scaling=rope_scaling)
     return replace(served, vocab_size=config.token_id_end, absent_ids=())
 
 

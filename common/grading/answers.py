@@ -64,10 +64,10 @@ def strip_reasoning(text: str) -> str | None:
     comment of a fenced block.
     """
     for _ in range(MAX_REASONING_SECTIONS):
-        begun = text.lstrip().startswith(REASONING_STARTS)
-        end = _find_reasoning_end(text, begun)
+        has_start = text.lstrip().startswith(REASONING_STARTS)
+        end = _find_reasoning_end(text, has_start)
         if end < 0:
-            return None if begun else text
+            return None if has_start else text
         text = text[end:].lstrip("\r\n")
         if not text.lstrip().startswith(REASONING_STARTS):
             return text

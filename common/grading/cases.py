@@ -173,25 +173,25 @@ def _parse_function_case(case: Any) -> FunctionCase:
         args = _check_json_value(_require_list(case["args"], "args"))
         kwargs = _check_json_value(_require_dict(case.get("kwargs") or {}))
         return FunctionCase(args, [_check_json_value(_require_key(case, "output"))], kwargs)
-    given, wanted = _require_key(case, "input"), _require_key(case, "output")
-    if isinstance(given, str) and isinstance(wanted, str):
-        return FunctionCase(_parse_json_lines(given), [_parse_json_value(wanted)])
+    given, expected = _require_key(case, "input"), _require_key(case, "output")
+    if isinstance(given, str) and isinstance(expected, str):
+        return FunctionCase(_parse_json_lines(given), [_parse_json_value(expected)])
     raise InvalidTests("a case of a function needs a list of args")
 
 
 def _parse_function_pairs(pairs: list[tuple[Any, Any]]) -> list[FunctionCase]:
-    if all(isinstance(given, str) and isinstance(wanted, str) for given, wanted in pairs):
+    if all(isinstance(given, str) and isinstance(expected, str) for given, expected in pairs):
         return [
-            FunctionCase(_parse_json_lines(given), [_parse_json_value(wanted)])
-            for given, wanted in pairs
+            FunctionCase(_parse_json_lines(given), [_parse_json_value(expected)])
+            for given, expected in pairs
         ]
     # Corpora of this shape wrap each result in a list, or none; the row does not show which.
-    wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in pairs)
+    wrapped = all(isinstance(expected, list) and len(expected) == 1 for _, expected in pairs)
     cases = []
-    for given, wanted in pairs:
+    for given, expected in pairs:
         args, value = (
             _check_json_value(_require_list(given, "inputs of a function")),
-            _check_json_value(wanted),
+            _check_json_value(expected),
         )
         cases.append(FunctionCase(args, [value[0], value] if wrapped else [value]))
     return cases

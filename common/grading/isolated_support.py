@@ -177,10 +177,10 @@ class UnsupportedFeatureFinder:
     def _check_call(self, node: ast.Call) -> Iterator[str]:
         path = self._resolve_path(node.func)
         if path == "pytest.importorskip" and node.args:
-            wanted = node.args[0]
-            if isinstance(wanted, ast.Constant) and isinstance(wanted.value, str):
-                for _ in _check_module(wanted.value):
-                    yield f"pytest.importorskip({wanted.value!r})"
+            module = node.args[0]
+            if isinstance(module, ast.Constant) and isinstance(module.value, str):
+                for _ in _check_module(module.value):
+                    yield f"pytest.importorskip({module.value!r})"
         if path.split(".")[-1] in ("patch", "object") and "patch" in path:
             for keyword in node.keywords:
                 if keyword.arg in ("autospec", "spec", "spec_set"):

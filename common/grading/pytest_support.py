@@ -57,10 +57,12 @@ def find_missing_plugins(tests: str) -> tuple[str, ...]:
     anywhere = python_tests.has_indirect_marks(tree)
     functions = [node for node in ast.walk(tree) if isinstance(node, FunctionNode)]
     makes = [
-        python_tests.find_fixture_names(node, lambda made: "fixture" in _get_dotted_name(made))
+        python_tests.find_fixture_names(
+            node, lambda decorator: "fixture" in _get_dotted_name(decorator)
+        )
         for node in functions
     ]
-    made = set(itertools.chain.from_iterable(makes))
+    fixture_names = set(itertools.chain.from_iterable(makes))
     found: dict[str, None] = {}
     for test in python_tests.find_tests(tree):
         node, owner = test.node, test.owner
@@ -74,7 +76,7 @@ def find_missing_plugins(tests: str) -> tuple[str, ...]:
             if isinstance(mark, ast.Call) and _get_dotted_name(mark.func).endswith("parametrize"):
                 given |= python_tests.get_parametrized_arguments(mark)
         for name in test.list_required_arguments(1 if owner else 0):
-            if name not in PYTEST_FIXTURES | made | given and not (
+            if name not in PYTEST_FIXTURES | fixture_names | given and not (
                 anywhere or ANY_ARGUMENT in given
             ):
                 found[f"the fixture {name}"] = None

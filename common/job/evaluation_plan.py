@@ -27,8 +27,8 @@ class EvaluationPlan:
 def plan_boundary_evaluation(config: JobConfig, tag: str, version: int) -> EvaluationPlan | None:
     """Return the evaluation before or after training, by `tag`; None if the job has none."""
     plan = config.evaluation
-    wanted = plan.before if tag == BEFORE else plan.after
-    if not wanted or not can_evaluate(config):
+    is_enabled = plan.before if tag == BEFORE else plan.after
+    if not is_enabled or not can_evaluate(config):
         return None
     return EvaluationPlan(tag, version, ("sampled", "greedy"))
 

@@ -92,11 +92,12 @@ class Schema(Generic[T]):
                 self._format_key(first["loc"]), first["input"], make_error
             )
         key = self._format_key(first["loc"])
-        said = dict.fromkeys(
+        requirements = dict.fromkeys(
             self._describe_requirement(key, e) for e in errors if self._format_key(e["loc"]) == key
         )
         raise make_error(
-            *self._format_error(key, first, ", or ".join(said)), self._suggest_fix(key, first)
+            *self._format_error(key, first, ", or ".join(requirements)),
+            self._suggest_fix(key, first),
         )
 
     def describe_old_keys(self, document: dict[str, Any]) -> list[str]:
@@ -237,8 +238,8 @@ def _error_sort_key(document: Any, error: ErrorDetails) -> tuple[bool, list[int]
             places.append([*document, part].index(part))
         elif isinstance(part, int):
             places.append(part)
-        held = isinstance(part, int) or (isinstance(document, dict) and part in document)
-        document = document[part] if held else None
+        is_present = isinstance(part, int) or (isinstance(document, dict) and part in document)
+        document = document[part] if is_present else None
     return error["type"] != "unexpected_keyword_argument", places
 
 

@@ -74,9 +74,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         NotFound: There is no manifest.
         CorruptData: It is not what was written, or belongs to another checkpoint.
     """
-    held = read_sealed(path)
+    manifest = read_sealed(path)
     try:
-        name = format_checkpoint_name(held["lineage"], held["step"], held["weights"])
+        name = format_checkpoint_name(manifest["lineage"], manifest["step"], manifest["weights"])
     except (KeyError, TypeError) as error:
         raise CorruptData(
             f"it is not a manifest of a checkpoint: {error!r}", where=str(path)
@@ -84,10 +84,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if name != path.stem:
         raise CorruptData(f"it belongs to {name}", where=str(path))
     try:
-        check_paths(held.get("files", ()))
+        check_paths(manifest.get("files", ()))
     except (BadMessage, TypeError) as error:
         raise CorruptData(f"it lists no files of a checkpoint: {error}", where=str(path)) from error
-    return held
+    return manifest
 
 
 def check_paths(files: Iterable[str]) -> None:
@@ -149,9 +149,9 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         CorruptData: Names the first file that is not what was written.
         NotFound: There is no manifest.
     """
-    held = read_manifest(path)
-    check_files(path.with_suffix(""), held["files"])
-    return held
+    manifest = read_manifest(path)
+    check_files(path.with_suffix(""), manifest["files"])
+    return manifest
 
 
 def quarantine_checkpoint(path: Path) -> Path | None:
@@ -265,11 +265,13 @@ def read_best_version(run_dir: Path) -> BestVersion | None:
     """
     found: BestVersion | None = None
     for event in _iter_events(run_dir, "evaluation", "lineage"):
-        kind, told = event["kind"], event["fields"]
-        if kind == "lineage" and found is not None and found.version > int(told["version"]):
+        kind, fields = event["kind"], event["fields"]
+        if kind == "lineage" and found is not None and found.version > int(fields["version"]):
             found = None
-        elif kind == "evaluation" and told.get("best"):
-            found = BestVersion(int(told["step"]), str(told["manifest"]), float(told["value"]))
+        elif kind == "evaluation" and fields.get("best"):
+            found = BestVersion(
+                int(fields["step"]), str(fields["manifest"]), float(fields["value"])
+            )
     return found
 
 

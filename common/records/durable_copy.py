@@ -127,8 +127,8 @@ class DurableCopy(RemoteDirectory):
     def list_checkpoints(self, job: str) -> list[str]:
         """Return the names of a job's checkpoints, newest first."""
         names = self.list_names(f"{job_folder(job)}/checkpoints")
-        whole = (name.removesuffix(".json") for name in names if name.endswith(".json"))
-        return sorted(whole, reverse=True)
+        complete = (name.removesuffix(".json") for name in names if name.endswith(".json"))
+        return sorted(complete, reverse=True)
 
     def list_file_digests(self, job: str) -> set[str]:
         """Return the digests of a job's files."""

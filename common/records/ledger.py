@@ -35,8 +35,8 @@ FORMATS_WITHOUT_CRC = (1, 2)  # their header has no CRC
 
 def make_header(version: int) -> bytes:
     """Return the header of a segment: magic word, format, and a CRC-32 of both."""
-    told = MAGIC + bytes([version])
-    return told + zlib.crc32(told).to_bytes(4, "little")
+    prefix = MAGIC + bytes([version])
+    return prefix + zlib.crc32(prefix).to_bytes(4, "little")
 
 
 HEADER = make_header(FORMAT)
@@ -125,11 +125,13 @@ def iter_records_with_offsets(
     if content[:offset] != HEADER:
         _check_format(path, content)
         # A crash may have cut a segment short before its first record.
-        begun = HEADER.startswith(content) or not any(content[: len(HEADER)])
-        if sealed_bytes == 0 or (sealed_bytes < 0 and begun and not _has_record_after(content, 0)):
+        is_truncated = HEADER.startswith(content) or not any(content[: len(HEADER)])
+        if sealed_bytes == 0 or (
+            sealed_bytes < 0 and is_truncated and not _has_record_after(content, 0)
+        ):
             return
-        whole = f"it has {len(content)} bytes, but was sealed at {sealed_bytes}"
-        raise CorruptData("its header is corrupt" if content else whole, where=str(path))
+        size_mismatch = f"it has {len(content)} bytes, but was sealed at {sealed_bytes}"
+        raise CorruptData("its header is corrupt" if content else size_mismatch, where=str(path))
     while offset + FRAME_HEADER.size <= end:
         length, crc, kind = FRAME_HEADER.unpack_from(content, offset)
         start, stop = offset + FRAME_HEADER.size, offset + FRAME_HEADER.size + length

@@ -154,8 +154,10 @@ async def list_entries(state: StateClient, kind: str = "") -> list[RegistryEntry
     minutes.
     """
     rows = (await state.run_mesh_script("list_entries"))["entries"]
-    told = [(row, json.loads(row["about"])) for row in rows or []]
-    return [_decode_entry(row, about) for row, about in told if not kind or about["kind"] == kind]
+    decoded = [(row, json.loads(row["about"])) for row in rows or []]
+    return [
+        _decode_entry(row, about) for row, about in decoded if not kind or about["kind"] == kind
+    ]
 
 
 def _encode_snapshot_stats(name: str, stats: dict[str, Any]) -> dict[str, str]:

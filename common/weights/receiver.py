@@ -109,8 +109,8 @@ class WeightReceiver:
 
     async def fetch_manifest(self, digest: str) -> Manifest:
         """Return a version's manifest from the store. NotFound, CorruptData."""
-        ref, asked = self._mesh.ref(STORE_NAME), ManifestRequest(digest)
-        found = await retry(self._mesh.clock, lambda: ref.call(Weights.fetch_manifest, asked))
+        ref, request = self._mesh.ref(STORE_NAME), ManifestRequest(digest)
+        found = await retry(self._mesh.clock, lambda: ref.call(Weights.fetch_manifest, request))
         return check_manifest(found)
 
     async def _fill_image(self, image: VersionImage, rehash: bool) -> None:
@@ -125,9 +125,10 @@ class WeightReceiver:
             lacking = await self._map_chunks(image, stored, image.chunk_sizes, rehash)
             for digest, error in lacking.items():
                 if isinstance(error, CorruptData):  # the store quarantines its file and reports it
-                    asked = ChunkVerification(digest, "weights", image.manifest.job)
+                    verification = ChunkVerification(digest, "weights", image.manifest.job)
                     await retry(
-                        mesh.clock, partial(mesh.ref(STORE_NAME).call, Weights.verify_chunk, asked)
+                        mesh.clock,
+                        partial(mesh.ref(STORE_NAME).call, Weights.verify_chunk, verification),
                     )
         else:
             lacking = await self._fetch_and_map(image, rehash)

@@ -177,6 +177,8 @@ async def stage_manifest(mesh: Mesh, version: StagedVersion) -> None:
         Refused: A chunk is missing.
     """
     ref = mesh.ref(STORE_NAME)
-    told = await retry(mesh.clock, lambda: ref.call(Weights.stage_version, version.manifest))
-    if told != version.digest:
-        raise BadMessage(f"the store has the manifest {told} instead of {version.digest}")
+    stored_digest = await retry(
+        mesh.clock, lambda: ref.call(Weights.stage_version, version.manifest)
+    )
+    if stored_digest != version.digest:
+        raise BadMessage(f"the store has the manifest {stored_digest} instead of {version.digest}")

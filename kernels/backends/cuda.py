@@ -92,10 +92,10 @@ def build_library() -> ctypes.CDLL | str:
     from torch.utils import cpp_extension
 
     gpus = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
-    seen = hashlib.sha256(f"{torch.__version__} {NVCC_FLAGS} {gpus}".encode())
+    hasher = hashlib.sha256(f"{torch.__version__} {NVCC_FLAGS} {gpus}".encode())
     for source in CUDA_SOURCES:
-        seen.update(source.read_bytes())
-    name = f"meshrl_cuda_{seen.hexdigest()[:20]}"
+        hasher.update(source.read_bytes())
+    name = f"meshrl_cuda_{hasher.hexdigest()[:20]}"
     try:
         place = get_cache_directory() / name
         place.mkdir(exist_ok=True)

@@ -126,8 +126,8 @@ class Launchers:
         room = n * heads * count * (width + 2) if count > 1 else 0
         partial = torch.empty(room, dtype=torch.float32, device=queries.device)
         tensors = (queries.contiguous(), keys, values, table.contiguous(), lengths.contiguous())
-        seen = min(window, table_width * BLOCK_TOKENS)  # a wider window has no effect
-        sizes = (n, heads, width, keys.shape[0], kv_heads, table_width, count, seen)
+        visible_tokens = min(window, table_width * BLOCK_TOKENS)  # a wider window has no effect
+        sizes = (n, heads, width, keys.shape[0], kv_heads, table_width, count, visible_tokens)
         arguments = (*tensors, *sizes, scale, partial, out)
         self._launch("paged_decode_launch", bfloat16_flag(keys), *arguments)
         return out
@@ -150,5 +150,5 @@ def choose_num_splits(groups: int, table_width: int, num_multiprocessors: int) -
     It is large enough to fill the GPU's multiprocessors if `groups` thread blocks (sequences times
     key-value heads) do not, but no split has less than 256 tokens at the table's full width.
     """
-    wanted = -(-num_multiprocessors * BLOCKS_PER_MULTIPROCESSOR // groups)
-    return max(1, min(wanted, table_width // MIN_SPLIT_CACHE_BLOCKS))
+    desired = -(-num_multiprocessors * BLOCKS_PER_MULTIPROCESSOR // groups)
+    return max(1, min(desired, table_width // MIN_SPLIT_CACHE_BLOCKS))

@@ -64,8 +64,8 @@ def prefill_kernel(
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
     kv_head = head // (heads // kv_heads)
     end = tl.minimum((tl.program_id(0) + 1) * ROWS, last)
-    seen = tl.maximum(first, rows - window + 1)  # first token of each row's window
-    for column in range(tl.min(seen), end, COLUMNS):
+    window_starts = tl.maximum(first, rows - window + 1)  # first token of each row's window
+    for column in range(tl.min(window_starts), end, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         there = (columns * kv_heads + kv_head).to(tl.int64)[:, None] * WIDTH + features[None, :]
         real = (columns < last)[:, None] & inside
@@ -75,7 +75,7 @@ def prefill_kernel(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        visible = (columns[None, :] >= seen[:, None]) & (columns[None, :] <= rows[:, None])
+        visible = (columns[None, :] >= window_starts[:, None]) & (columns[None, :] <= rows[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         now = tl.maximum(most, tl.max(scores, 1))
         finite = tl.where(now == float("-inf"), 0.0, now)  # a row without a visible token so far

@@ -54,11 +54,13 @@ def register_operator(
         result = Tensor if make_fake_output is not None else None
         signature = inspect.signature(check).replace(return_annotation=result)
         anywhere.__signature__ = signature  # type: ignore[attr-defined]
-        made = torch.library.custom_op(f"meshrl::{name}", anywhere, mutates_args=mutated_arguments)
-        made.register_fake(described)
-        made.register_kernel("cpu", on(lambda: native, "cpu"))
-        made.register_kernel("cuda", on(_import_cuda_backend, "cuda"))
-        return made
+        custom_op = torch.library.custom_op(
+            f"meshrl::{name}", anywhere, mutates_args=mutated_arguments
+        )
+        custom_op.register_fake(described)
+        custom_op.register_kernel("cpu", on(lambda: native, "cpu"))
+        custom_op.register_kernel("cuda", on(_import_cuda_backend, "cuda"))
+        return custom_op
 
     return decorate
 

@@ -115,13 +115,13 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        made = [
-            torch.empty_like(tensor) if wanted else None
-            for tensor, wanted in zip((x, weight), ctx.needs_input_grad, strict=False)
+        gradients = [
+            torch.empty_like(tensor) if needs_gradient else None
+            for tensor, needs_gradient in zip((x, weight), ctx.needs_input_grad, strict=False)
         ]
         arguments = x, weight, inverse, slope.contiguous(), inverse.numel(), x.shape[-1]
-        _call_library("pointwise_norm_backward", *arguments, *made, torch.empty_like(weight))
-        return *made, None
+        _call_library("pointwise_norm_backward", *arguments, *gradients, torch.empty_like(weight))
+        return *gradients, None
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -137,11 +137,15 @@ class _SwiGlu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        made = torch.empty_like(gate_up)
+        gradient = torch.empty_like(gate_up)
         _call_library(
-            "pointwise_swiglu_backward", gate_up, slope.contiguous(), *_get_row_shape(slope), made
+            "pointwise_swiglu_backward",
+            gate_up,
+            slope.contiguous(),
+            *_get_row_shape(slope),
+            gradient,
         )
-        return made
+        return gradient
 
 
 class _SplitNormRotateHeads(torch.autograd.Function):
@@ -162,15 +166,15 @@ class _SplitNormRotateHeads(torch.autograd.Function):
         before, width = qkv.shape[:-1], cos.shape[-1]
         heads, kv_heads = counts
         shape = heads, kv_heads, width
-        made = [qkv.new_empty(*before, count, width) for count in (heads, kv_heads, kv_heads)]
+        outputs = [qkv.new_empty(*before, count, width) for count in (heads, kv_heads, kv_heads)]
         normed = query_norm is not None
         inverse = qkv.new_empty(*before, heads + kv_heads) if normed else None
         arguments = cos, sin, cos.stride(0), query_norm, key_norm, len(cos), *shape
-        _call_library("pointwise_heads", qkv, *arguments, eps, *made, inverse)
-        kept = qkv if normed else None  # rotations do not need it
-        ctx.save_for_backward(kept, cos, sin, query_norm, key_norm, inverse)
+        _call_library("pointwise_heads", qkv, *arguments, eps, *outputs, inverse)
+        saved_qkv = qkv if normed else None  # rotations do not need it
+        ctx.save_for_backward(saved_qkv, cos, sin, query_norm, key_norm, inverse)
         ctx.shape = shape
-        return tuple(made)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
@@ -178,18 +182,20 @@ class _SplitNormRotateHeads(torch.autograd.Function):
         qkv, cos, sin, query_norm, key_norm, inverse = ctx.saved_tensors
         heads, kv_heads, width = ctx.shape
         arriving = [slope.contiguous() for slope in slopes]
-        made = slopes[0].new_empty(*slopes[0].shape[:-2], (heads + 2 * kv_heads) * width)
+        qkv_gradient = slopes[0].new_empty(*slopes[0].shape[:-2], (heads + 2 * kv_heads) * width)
         norm_slopes = [
-            torch.empty_like(norm) if norm is not None and wanted else None
-            for norm, wanted in zip((query_norm, key_norm), ctx.needs_input_grad[3:5], strict=True)
+            torch.empty_like(norm) if norm is not None and needs_gradient else None
+            for norm, needs_gradient in zip(
+                (query_norm, key_norm), ctx.needs_input_grad[3:5], strict=True
+            )
         ]
         arguments = cos, sin, cos.stride(0), query_norm, key_norm, len(cos), *ctx.shape
-        room = made.new_empty(2, width)
+        room = qkv_gradient.new_empty(2, width)
         _call_library(
             "pointwise_heads_backward",
-            *(qkv, *arguments, inverse, *arriving, made, *norm_slopes, room),
+            *(qkv, *arguments, inverse, *arriving, qkv_gradient, *norm_slopes, room),
         )
-        return made, None, None, *norm_slopes, None, None
+        return qkv_gradient, None, None, *norm_slopes, None, None
 
 
 def _get_row_shape(tensor: Tensor) -> tuple[int, int]:

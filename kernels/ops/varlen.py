@@ -110,12 +110,12 @@ class VarlenAttention:
 
         Rows that no kernel writes may be NaN, which even a gradient of zero multiplies to NaN.
         """
-        whole = (
+        offsets = (
             self.cu_seqlens
             if self.cu_seqlens[-1] == self.num_positions
             else [*self.cu_seqlens, self.num_positions]
         )
-        starts = np.asarray(whole, np.int32)
+        starts = np.asarray(offsets, np.int32)
         # Kernels and graphs are selected by this length, so it takes few values.
         longest = 1 << int(np.diff(starts).max(initial=1) - 1).bit_length()
         return torch.from_numpy(starts).to(self.device), longest
@@ -195,10 +195,12 @@ class _NativeVarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
         slope = _make_rows_contiguous(slopes[0])
-        made = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         arguments = _build_arguments(q, k, v, ctx.starts, ctx.window)
-        _call_library("varlen_backward", *arguments, out, log_sum, slope, slope.stride(0), *made)
-        return *made, None, None
+        _call_library(
+            "varlen_backward", *arguments, out, log_sum, slope, slope.stride(0), *gradients
+        )
+        return *gradients, None, None
 
 
 def _make_rows_contiguous(tensor: Tensor) -> Tensor:

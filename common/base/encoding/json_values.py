@@ -21,8 +21,8 @@ def to_json_value(value: Any) -> Any:
         found: dict[str, Any] = {}
         for one in fields(value):
             has = getattr(value, one.name)
-            made = one.default if one.default_factory is MISSING else one.default_factory()
-            if made is MISSING or has != made:
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            if default is MISSING or has != default:
                 found[one.name] = to_json_value(has)
         return found
     if isinstance(value, Mapping):
@@ -48,8 +48,8 @@ def _decoder(hint: Any) -> Callable[[Any], Any]:
         return lambda value: None if value is None else one(value)
     if is_dataclass(hint):
         known = {name: _decoder(one) for name, one in get_type_hints(hint).items()}
-        made = cast(Callable[..., Any], hint)
-        return lambda value: made(**{name: known[name](one) for name, one in value.items()})
+        constructor = cast(Callable[..., Any], hint)
+        return lambda value: constructor(**{name: known[name](one) for name, one in value.items()})
     if origin is Mapping:
         key, one = map(_decoder, of)
         return lambda value: {

@@ -87,10 +87,12 @@ def message(cls: type[M]) -> type[M]:
     Y], Any (MessagePack values), Array, and other messages. Types must be defined when the
     decorator runs.
     """
-    made: Any = dataclass(frozen=True, slots=True)(cls)
-    hints = get_type_hints(made, localns=sys._getframe(1).f_locals)
-    _codecs[made] = _compile(made, {f.name: hints[f.name] for f in dataclasses.fields(made)})
-    kind: type[M] = made
+    message_type: Any = dataclass(frozen=True, slots=True)(cls)
+    hints = get_type_hints(message_type, localns=sys._getframe(1).f_locals)
+    _codecs[message_type] = _compile(
+        message_type, {f.name: hints[f.name] for f in dataclasses.fields(message_type)}
+    )
+    kind: type[M] = message_type
     return kind
 
 
@@ -112,10 +114,10 @@ def encode(m: Any) -> tuple[bytes, Buffers]:
 def decode(cls: type[M], body: Frame, buffers: Sequence[Frame] = ()) -> M:
     """Decode the message in `body`; its arrays are read-only views of `buffers`."""
     rest = iter(buffers)
-    made: M = _codecs[cls].decode(unpack_body(body), rest)
+    decoded: M = _codecs[cls].decode(unpack_body(body), rest)
     if buffers and next(rest, None) is not None:
         raise BadMessage(f"a {cls.__name__} arrived with more buffers than arrays")
-    return made
+    return decoded
 
 
 def unpack_body(body: Frame) -> Any:

@@ -86,8 +86,8 @@ def quarantine(path: Path, root: Path) -> Path:
 def describe_event(event: Mapping[str, Any]) -> str:
     """Format an event `damaged` for users."""
     then = str(event["then"])
-    aside = f" It was moved to {event['aside']}." if event.get("aside") else ""
-    return f"{event['path']} is corrupt: {event['why']}. {then[:1].upper()}{then[1:]}.{aside}"
+    move_note = f" It was moved to {event['aside']}." if event.get("aside") else ""
+    return f"{event['path']} is corrupt: {event['why']}. {then[:1].upper()}{then[1:]}.{move_note}"
 
 
 def make_event_fields(

@@ -28,9 +28,9 @@ def compute_check(content: Mapping[str, Any]) -> str:
 
 def encode(content: Mapping[str, Any]) -> bytes:
     """Encode a document as readable JSON bytes."""
-    told = {key: value for key, value in content.items() if key != CHECK}
-    told |= {CHECK: compute_check(json.loads(json.dumps(told)))}  # in the form that is read
-    return (json.dumps(told, indent=2) + "\n").encode()
+    document = {key: value for key, value in content.items() if key != CHECK}
+    document |= {CHECK: compute_check(json.loads(json.dumps(document)))}  # in the form that is read
+    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def decode(content: bytes, where: str) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def encode_row(row: Mapping[str, Any], number: int) -> bytes:
 
 def add_check(row_json: str, number: int) -> bytes:
     """Add the check and a newline to a row in JSON."""
-    told = f'{row_json[:-1]}, "check": "{number}:'.encode("utf-8", "replace")
-    return told + f'{zlib.crc32(told):08x}"}}\n'.encode()
+    prefix = f'{row_json[:-1]}, "check": "{number}:'.encode("utf-8", "replace")
+    return prefix + f'{zlib.crc32(prefix):08x}"}}\n'.encode()
 
 
 def decode_row(line: bytes) -> Row | None:
@@ -114,10 +114,10 @@ def iterate_rows(path: Path, *containing: str) -> Iterator[Row]:
     """
     if not path.exists():
         return
-    wanted = [text.encode() for text in containing]
+    patterns = [text.encode() for text in containing]
     with path.open("rb") as file:
         for text in file:
-            if text.endswith(b"\n") and (not wanted or any(one in text for one in wanted)):
+            if text.endswith(b"\n") and (not patterns or any(one in text for one in patterns)):
                 row = decode_row(text[:-1])
                 if row is not None:
                     yield row
@@ -159,22 +159,23 @@ class LineFile:
 
     def require_unchanged(self) -> None:
         """Raise CorruptData if the file has changed since the last access."""
-        now, seen = read_signature(self.path), self._signature
-        if now != seen:
-            if now and seen and now[:2] == seen[:2] and self._is_unchanged():
+        now, known = read_signature(self.path), self._signature
+        if now != known:
+            if now and known and now[:2] == known[:2] and self._is_unchanged():
                 self._signature = now  # only its time has changed, as after a touch
                 return
-            gone = not self.path.exists()
+            is_missing = not self.path.exists()
             raise CorruptData(
-                "it is missing" if gone else "another process has changed it", where=str(self.path)
+                "it is missing" if is_missing else "another process has changed it",
+                where=str(self.path),
             )
 
     def _is_unchanged(self) -> bool:
-        crc, left = 0, self._length_bytes
+        crc, remaining = 0, self._length_bytes
         with self.path.open("rb") as file:
-            while block := file.read(min(left, BLOCK_BYTES)):
-                crc, left = zlib.crc32(block, crc), left - len(block)
-        return left == 0 and crc == self._crc
+            while block := file.read(min(remaining, BLOCK_BYTES)):
+                crc, remaining = zlib.crc32(block, crc), remaining - len(block)
+        return remaining == 0 and crc == self._crc
 
     def replace(
         self, rows: Iterable[Mapping[str, Any]], quarantine_root: Path | None = None
@@ -193,7 +194,7 @@ class LineFile:
             self._length_bytes, self._crc = file.tell(), zlib.crc32(content)
         finally:
             file.close()
-        aside = (
+        quarantined = (
             quarantine(self.path, quarantine_root)
             if quarantine_root is not None and self.path.exists()
             else None
@@ -201,7 +202,7 @@ class LineFile:
         fresh.replace(self.path)
         fsync_path(self.path.parent)
         self.next_number, self._signature = len(lines), read_signature(self.path)
-        return aside
+        return quarantined
 
 
 def read_signature(path: Path) -> tuple[int, int, int] | None:

@@ -132,8 +132,8 @@ def read_header(medium: OffloadMedium) -> OffloadHeader:
         raise CorruptData("no complete offloaded state is there", where=medium.location)
     description = medium.read_at(HEADER_BYTES, length).tobytes()
     try:
-        told = json.loads(description)
-        sizes = {str(name): int(size) for name, size in told["sizes"]}
+        header = json.loads(description)
+        sizes = {str(name): int(size) for name, size in header["sizes"]}
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptData("its header is invalid", where=medium.location) from error
     table = medium.read_at(HEADER_BYTES + length, CHECKSUM_BYTES * len(sizes)).tobytes()
@@ -143,7 +143,7 @@ def read_header(medium: OffloadMedium) -> OffloadHeader:
     if end > medium.size_bytes:
         raise CorruptData(f"it has {medium.size_bytes} of {end} bytes", where=medium.location)
     cut = [Checksum(table[i : i + CHECKSUM_BYTES]) for i in range(0, len(table), CHECKSUM_BYTES)]
-    return OffloadHeader(told["about"], sizes, offsets, dict(zip(sizes, cut, strict=True)))
+    return OffloadHeader(header["about"], sizes, offsets, dict(zip(sizes, cut, strict=True)))
 
 
 def restore(medium: OffloadMedium, header: OffloadHeader, target: OffloadTarget) -> None:

@@ -27,8 +27,8 @@ class AddressInUse(ConfigError):
 
 def bind_error_type(error: OSError | None) -> type[ConfigError]:
     """Return the type of the error that no process can listen at a port."""
-    taken = error is not None and error.errno == errno.EADDRINUSE
-    return AddressInUse if taken else ConfigError
+    is_in_use = error is not None and error.errno == errno.EADDRINUSE
+    return AddressInUse if is_in_use else ConfigError
 
 
 def parse_listen_address(address: str, setting: str) -> tuple[str, range]:

@@ -49,8 +49,11 @@ class GraphBuckets:
     def split(self, lengths: NDArray[np.int64]) -> list[tuple[GraphBucket, NDArray[np.int64]]]:
         """Divide rows into buckets; return each with the indices into `lengths`, shortest first."""
         order = np.argsort(lengths, kind="stable")
-        held = np.searchsorted(lengths[order], self.contexts, side="right")
-        cuts = [0, *sorted(set(held.tolist()) - {0})]  # between rows of different contexts
+        cumulative_rows = np.searchsorted(lengths[order], self.contexts, side="right")
+        cuts = [
+            0,
+            *sorted(set(cumulative_rows.tolist()) - {0}),
+        ]  # between rows of different contexts
         # (least cost, start of its last bucket), up to cut i
         best: list[tuple[int, int]] = [(0, 0)]
         for end in range(1, len(cuts)):

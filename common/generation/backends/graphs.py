@@ -161,7 +161,7 @@ class GraphCompute:
         table = torch.zeros(
             bucket.lanes, bucket.context // BLOCK_TOKENS, dtype=torch.int32, device=self._device
         )
-        made = CapturedBucket(
+        captured = CapturedBucket(
             tokens=tokens,
             adapters=torch.zeros_like(tokens),
             positions=torch.full_like(tokens, EMPTY_LANE),
@@ -172,7 +172,7 @@ class GraphCompute:
             experts=torch.zeros(
                 bucket.lanes, *self._config.routing_shape, dtype=torch.int64, device=self._device
             ),
-            replay=lambda: self._run_bucket(made),
+            replay=lambda: self._run_bucket(captured),
         )
         groups = not self._config.num_experts or can_group_experts(
             self._config, self.model.embedding
@@ -181,16 +181,16 @@ class GraphCompute:
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self._run_bucket(made)  # builds and loads kernels before the capture
+                self._run_bucket(captured)  # builds and loads kernels before the capture
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._graph_memory_pool):
-                self._run_bucket(made)
+                self._run_bucket(captured)
             # graphs run one after another and share their memory
             self._graph_memory_pool = graph.pool()
-            made.replay = graph.replay
-        self._captured[bucket] = made
-        return made
+            captured.replay = graph.replay
+        self._captured[bucket] = captured
+        return captured
 
     def _run_bucket(self, made: CapturedBucket) -> None:
         lengths = (made.positions + 1).to(torch.int32)
@@ -251,21 +251,25 @@ class GraphCompute:
         table = self._device_table[self._to_device(rows)]
         borders = torch.from_numpy(np.concatenate(([0], ends[:fresh])).astype(np.int32))
         borders = borders.to(self._device)
-        begun = int(ends[fresh - 1]) if fresh else 0
+        num_fresh_tokens = int(ends[fresh - 1]) if fresh else 0
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
             paged_write(keys, values, k, v, table, places)
             parts = []
             if fresh:
-                packed = (x[:begun].contiguous() for x in (q, k, v))
+                packed = (x[:num_fresh_tokens].contiguous() for x in (q, k, v))
                 parts.append(varlen_prefill(*packed, borders, self._scale, window))
-            at = begun
+            at = num_fresh_tokens
             for i in range(fresh, len(slots)):
                 end = int(ends[i])
-                seen = int(starts[i]) + end - at
-                held = self._device_table[int(slots[i]), : -(-seen // BLOCK_TOKENS)]
-                parts.append(self._attend_cached(q[at:end], keys[held], values[held], seen, window))
+                context_length = int(starts[i]) + end - at
+                block_ids = self._device_table[int(slots[i]), : -(-context_length // BLOCK_TOKENS)]
+                parts.append(
+                    self._attend_cached(
+                        q[at:end], keys[block_ids], values[block_ids], context_length, window
+                    )
+                )
                 at = end
             return torch.cat(parts)
 
@@ -296,9 +300,9 @@ class GraphCompute:
         """Return names of weights that differ in any bit from `state` in the model's type."""
         odd = []
         for name, tensor in self.model.state_dict().items():
-            wanted = torch.empty_like(tensor)
-            load_tensor(state, name, wanted)
-            if not torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)):
+            expected = torch.empty_like(tensor)
+            load_tensor(state, name, expected)
+            if not torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)):
                 odd.append(name)
         return odd
 
@@ -360,24 +364,24 @@ class GraphCompute:
     def read_cache(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
         """Copy a slot's blocks of tokens [start, end), uint8: all keys, then all values."""
         content = np.empty(self.span_bytes(start, end), np.uint8)
-        held = self._get_block_ids(slot, start, end)
+        block_ids = self._get_block_ids(slot, start, end)
         for part, there in zip(
             self._split_keys_values(content), (self.keys, self.values), strict=True
         ):
-            part.copy_(there[:, held].flatten())
+            part.copy_(there[:, block_ids].flatten())
         return content
 
     @torch.inference_mode()
     def write_cache(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
         """Write the result of `read_cache` into the slot's blocks."""
-        held = self._get_block_ids(slot, start, end)
+        block_ids = self._get_block_ids(slot, start, end)
         # Copy a read-only array, because torch requires a writable one.
-        whole = np.require(content, requirements=("C", "W", "A"))
+        writable = np.require(content, requirements=("C", "W", "A"))
         for part, there in zip(
-            self._split_keys_values(whole), (self.keys, self.values), strict=True
+            self._split_keys_values(writable), (self.keys, self.values), strict=True
         ):
-            shape = (len(there), len(held), *there.shape[2:])
-            there[:, held] = part.view(shape).to(self._device)
+            shape = (len(there), len(block_ids), *there.shape[2:])
+            there[:, block_ids] = part.view(shape).to(self._device)
 
     def _split_keys_values(self, content: NDArray[np.uint8]) -> tuple[Tensor, ...]:
         return torch.from_numpy(content).view(self._dtype).chunk(2)

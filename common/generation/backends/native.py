@@ -306,12 +306,12 @@ class NativeCompute:
         return odd
 
     def _has_weights(self, part: str, layer: int, tensor: Tensor) -> bool:
-        wanted = self._pad_heads(part, tensor.detach().float().cpu()).contiguous()
-        found = torch.empty_like(wanted)
+        expected = self._pad_heads(part, tensor.detach().float().cpu()).contiguous()
+        found = torch.empty_like(expected)
         self._lib.decoder_read(self._decoder, WEIGHT_PARTS.index(part), layer, found.data_ptr())
         if self._rounds_weights and part not in FLOAT32_PARTS:
-            wanted = wanted.bfloat16().float()
-        return torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+            expected = expected.bfloat16().float()
+        return torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
     @torch.inference_mode()
     def load_adapter(self, adapter_index: int, deltas: AdapterDeltas) -> None:

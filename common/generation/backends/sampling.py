@@ -42,10 +42,10 @@ def sample_slots(
     )
     drawn = draw_uniforms(state.rng_key[slots], state.num_tokens[slots])
     tokens, logprobs = sample_tokens(logits, how, drawn)
-    asked = state.wants_raw_logprobs[slots]
+    wants_raw = state.wants_raw_logprobs[slots]
     plain = logprobs
-    if asked.any():
-        plain = np.where(asked, compute_raw_logprobs(logits, tokens), np.float32(np.nan))
+    if wants_raw.any():
+        plain = np.where(wants_raw, compute_raw_logprobs(logits, tokens), np.float32(np.nan))
     if experts is None:
         return state.append_sampled(slots, tokens, logprobs, plain)
     went = experts.flatten(1).to(torch.int16).cpu().numpy()
@@ -70,8 +70,8 @@ def sample_tokens(
         divisor = _to_column(np.where(greedy, np.float32(1), temperature), logits)
         probabilities = (logits / divisor).softmax(-1)
         if params.has_filters:
-            kept = _filter_tokens(probabilities, params) | _to_column(greedy, logits)
-            probabilities = torch.where(kept, probabilities, 0)
+            keep_mask = _filter_tokens(probabilities, params) | _to_column(greedy, logits)
+            probabilities = torch.where(keep_mask, probabilities, 0)
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         chosen = logits.argmax(-1, keepdim=True)
         if not greedy.all():
@@ -101,11 +101,11 @@ def _filter_tokens(probabilities: Tensor, params: RowSamplingParams) -> Tensor:
     most = _to_column(np.where(params.top_k > 0, params.top_k, vocab), ordered)
     ordered = torch.where(rank < most, ordered, 0)
     before = ordered.cumsum(-1) - ordered
-    kept = before < _to_column(params.top_p, ordered).double() * ordered.sum(-1, keepdim=True)
-    kept &= ordered >= _to_column(params.min_p, ordered).double() * ordered[:, :1]
-    kept &= ordered > 0
-    kept[:, 0] = True
-    return torch.zeros_like(kept).scatter_(1, order, kept)
+    keep_mask = before < _to_column(params.top_p, ordered).double() * ordered.sum(-1, keepdim=True)
+    keep_mask &= ordered >= _to_column(params.min_p, ordered).double() * ordered[:, :1]
+    keep_mask &= ordered > 0
+    keep_mask[:, 0] = True
+    return torch.zeros_like(keep_mask).scatter_(1, order, keep_mask)
 
 
 def _sample_by_inverse_transform(probabilities: Tensor, uniforms: NDArray[np.float64]) -> Tensor:

@@ -136,19 +136,19 @@ class PrefixCache:
                 self._pool.add_reference(ours)
                 self._pool.remove_reference(theirs)
                 blocks[index] = ours
-        whole = len(tokens) // BLOCK_TOKENS
+        num_full_blocks = len(tokens) // BLOCK_TOKENS
         parent = path[-1] if path else _get_root_id(weights_id)
-        for index in range(len(path), whole):
+        for index in range(len(path), num_full_blocks):
             part = tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS].copy()
             block = int(blocks[index])
             node = self._tail_nodes.pop(block, 0) or self._add_node(block, parent, part)
             self._nodes[node].tokens = part
             self._get_node(parent).children[part.tobytes()] = node
             parent = node
-        rest = tokens[whole * BLOCK_TOKENS :]
+        rest = tokens[num_full_blocks * BLOCK_TOKENS :]
         if not include_tail or self._match_tail(parent, rest)[0] == len(rest):
             return
-        block = int(blocks[whole])
+        block = int(blocks[num_full_blocks])
         self.remove_tail(block)
         self._tail_nodes[block] = self._add_node(block, parent, rest.copy())
         self._get_node(parent).partial_children[block] = self._tail_nodes[block]
@@ -176,18 +176,18 @@ class PrefixCache:
     def evict(self, count: int) -> None:
         """Free up to `count` blocks that only the tree references, least recently used first."""
         while count > 0:
-            gone: list[int] = []
+            evicted: list[int] = []
             for node, found in self._nodes.items():
-                if len(gone) == count:
+                if len(evicted) == count:
                     break
                 leaf = not found.children and not found.partial_children
                 if leaf and self._pool.ref_counts[found.block] == 1:
-                    gone.append(node)
-            if not gone:
+                    evicted.append(node)
+            if not evicted:
                 return
-            for node in gone:
+            for node in evicted:
                 self._remove_node(node)
-            count -= len(gone)  # the remaining nodes may be leaves now
+            count -= len(evicted)  # the remaining nodes may be leaves now
 
     def count_evictable(self) -> int:
         """Count the blocks that only the tree references.
@@ -220,15 +220,17 @@ class PrefixCache:
         return self._last_node_id
 
     def _remove_node(self, node_id: int) -> None:
-        gone = self._nodes.pop(node_id)
-        parent = self._get_node(gone.parent)
-        self._tail_nodes.pop(gone.block, None)
-        parent.partial_children.pop(gone.block, None)
-        if len(gone.tokens) == BLOCK_TOKENS:
-            del parent.children[gone.tokens.tobytes()]
-        if gone.parent <= 0 and not parent.children and not parent.partial_children:
-            self._roots.pop(gone.parent, None)  # the weights of this root may never be loaded again
-        self._pool.remove_reference(gone.block)
+        removed = self._nodes.pop(node_id)
+        parent = self._get_node(removed.parent)
+        self._tail_nodes.pop(removed.block, None)
+        parent.partial_children.pop(removed.block, None)
+        if len(removed.tokens) == BLOCK_TOKENS:
+            del parent.children[removed.tokens.tobytes()]
+        if removed.parent <= 0 and not parent.children and not parent.partial_children:
+            self._roots.pop(
+                removed.parent, None
+            )  # the weights of this root may never be loaded again
+        self._pool.remove_reference(removed.block)
 
 
 def _get_root_id(weights_id: int) -> int:

@@ -93,14 +93,14 @@ class PagedCache:
                 self._copy_block(match.tail_block, copied)
             self.block_pool.remove_reference(match.tail_block)
         self.free_slot(slot)
-        held = len(match.blocks)
-        self.block_table[slot, :held] = match.blocks
+        num_blocks = len(match.blocks)
+        self.block_table[slot, :num_blocks] = match.blocks
         if copied is not None:
-            self.block_table[slot, held] = copied
-            held += 1
-        self.blocks_per_slot[slot] = held
+            self.block_table[slot, num_blocks] = copied
+            num_blocks += 1
+        self.blocks_per_slot[slot] = num_blocks
         slots.num_computed_tokens[slot] = (
-            match.num_tokens if copied is not None else held * BLOCK_TOKENS
+            match.num_tokens if copied is not None else num_blocks * BLOCK_TOKENS
         )
         slots.cache_weights_id[slot] = weights
         self._num_reused_tokens[slot] = slots.num_computed_tokens[slot]
@@ -118,15 +118,15 @@ class PagedCache:
 
         Return False if the pool has too few for them and `spare_blocks` more.
         """
-        wanted = -(-tokens // BLOCK_TOKENS) - int(self.blocks_per_slot[slot])
-        if wanted <= 0:
+        num_missing = -(-tokens // BLOCK_TOKENS) - int(self.blocks_per_slot[slot])
+        if num_missing <= 0:
             return True
         if (
-            self.block_pool.num_free < wanted + spare_blocks
-            and self._count_available() < wanted + spare_blocks
+            self.block_pool.num_free < num_missing + spare_blocks
+            and self._count_available() < num_missing + spare_blocks
         ):
             return False
-        for _ in range(wanted):
+        for _ in range(num_missing):
             self.block_table[slot, self.blocks_per_slot[slot]] = self._allocate_block()
             self.blocks_per_slot[slot] += 1
         return True
@@ -150,10 +150,10 @@ class PagedCache:
         """Borrow free blocks for `tokens` tokens until `return_blocks`; int64 numbers, None if too
         few.
         """
-        wanted = -(-tokens // BLOCK_TOKENS)
-        if self._count_available() < wanted:
+        num_blocks = -(-tokens // BLOCK_TOKENS)
+        if self._count_available() < num_blocks:
             return None
-        return np.array([self._allocate_block() for _ in range(wanted)], np.int64)
+        return np.array([self._allocate_block() for _ in range(num_blocks)], np.int64)
 
     def return_blocks(self, blocks: NDArray[np.int64]) -> None:
         """Return blocks that `borrow_blocks` lent."""

@@ -131,23 +131,23 @@ class Slots:
         n, tokens = len(request.tokens), request.tokens
         cached = min(int(self.num_computed_tokens[slot]), n)
         same = tokens[:cached] == self.tokens[slot, :cached]
-        kept = cached if same.all() else int(same.argmin())
+        num_reused = cached if same.all() else int(same.argmin())
         # The first token sampled over the cache shows its weights; later tokens may have other
         # versions.
         first = int(self.first_sampled_index[slot])
         shows = first < n and int(tokens[first]) == int(self.tokens[slot, first])
-        goes_on = kept == self.num_computed_tokens[slot] and shows
+        goes_on = num_reused == self.num_computed_tokens[slot] and shows
         if self.cache_weights_id[slot] != weights and not goes_on:
-            kept = 0
+            num_reused = 0
         # the last token runs again, because the next one is sampled from its logits
-        kept = min(kept, n - 1)
-        if kept == 0:
+        num_reused = min(num_reused, n - 1)
+        if num_reused == 0:
             self.cache_weights_id[slot] = weights
-        if self.first_sampled_index[slot] >= kept:
+        if self.first_sampled_index[slot] >= num_reused:
             self.first_sampled_index[slot] = self.max_length
         self.tokens[slot, :n] = tokens
         self.num_tokens[slot] = self.num_drained_tokens[slot] = n
-        self.num_computed_tokens[slot] = kept
+        self.num_computed_tokens[slot] = num_reused
         self.max_tokens[slot] = min(n + request.max_new_tokens, self.max_length)
         self.request_id[slot], self.session_id[slot] = request.id, request.session
         self.rng_key[slot], self.temperature[slot] = seed_to_key(request.seed), request.temperature
@@ -201,11 +201,11 @@ class Slots:
 
     def release_sessions(self, sessions: Iterable[int]) -> list[int]:
         """End sessions and return the slots that this frees."""
-        gone = set(sessions)
-        freed = [self._idle_slots.pop(session) for session in gone & self._idle_slots.keys()]
+        released = set(sessions)
+        freed = [self._idle_slots.pop(session) for session in released & self._idle_slots.keys()]
         for slot in freed:
             self._free_slot(slot)
-        self.session_id[np.isin(self.session_id, list(gone))] = NO_SESSION
+        self.session_id[np.isin(self.session_id, list(released))] = NO_SESSION
         return freed
 
     def find_slots_without_samples(self) -> NDArray[np.bool_]:
@@ -249,14 +249,14 @@ class Slots:
 
         `finished_only` leaves out requests that still run.
         """
-        ended, self._finished_outputs = combine_outputs(self._finished_outputs), []
+        finished, self._finished_outputs = combine_outputs(self._finished_outputs), []
         if finished_only:
-            return ended
+            return finished
         live = np.flatnonzero(
             (self.request_id != NO_REQUEST) & (self.num_tokens > self.num_drained_tokens)
         )
         if not len(live):
-            return ended
+            return finished
         start, end = self.num_drained_tokens[live], self.num_tokens[live]
         counts = end - start
         rows = np.repeat(live, counts)
@@ -273,15 +273,15 @@ class Slots:
             finish_reasons=np.full(len(live), FinishReason.RUNNING, np.int8),
             experts=self.experts[rows, columns] if self.experts.size else NO_EXPERTS,
         )
-        return growing if ended is None else concatenate_outputs(ended, growing)
+        return growing if finished is None else concatenate_outputs(finished, growing)
 
     def _select_raw_logprobs(
         self, live: NDArray[np.int64], rows: NDArray[np.int64], columns: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         if not self.wants_raw_logprobs[live].any():
             return NO_FLOATS
-        asked = self.wants_raw_logprobs[rows]
-        return np.where(asked, self.raw_logprobs[rows, columns], np.float32(np.nan))
+        wants_raw = self.wants_raw_logprobs[rows]
+        return np.where(wants_raw, self.raw_logprobs[rows, columns], np.float32(np.nan))
 
     def _build_output(self, slot: int, reason: FinishReason) -> RequestOutput:
         new = slice(int(self.num_drained_tokens[slot]), int(self.num_tokens[slot]))

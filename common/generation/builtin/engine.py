@@ -205,10 +205,10 @@ class BuiltinEngine:
 
     def release_sessions(self, sessions: Iterable[int]) -> None:
         """Free the slots and blocks of ended sessions."""
-        gone = list(sessions)
-        for slot in self._slots.release_sessions(gone):
+        released = list(sessions)
+        for slot in self._slots.release_sessions(released):
             self._paged_cache.free_slot(slot)
-        self.scheduler.prefix_loads.release_sessions(gone)
+        self.scheduler.prefix_loads.release_sessions(released)
 
     def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
         """Implement `TokenEngine.drain_outputs`."""
@@ -418,9 +418,12 @@ class BuiltinEngine:
         Raise Refused if the engine sleeps or the sequence does not fit.
         """
         row = np.asarray(tokens, np.int32)
-        asked = GenerationRequest(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
+        request = GenerationRequest(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
         check_request(
-            asked, self._compute.vocab_size, self._weights.adapter_indices, self._config.absent_ids
+            request,
+            self._compute.vocab_size,
+            self._weights.adapter_indices,
+            self._config.absent_ids,
         )
         if not self._weights.is_ready:
             raise no_weights_error()

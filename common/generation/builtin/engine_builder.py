@@ -118,16 +118,16 @@ def build_engine(
     width = -(-max_length // BLOCK_TOKENS)
     blocks = max(-(-kv_cache_tokens // BLOCK_TOKENS) or num_slots * width, width + 1)
 
-    taken = choose_backend(backend, device, config, dtype)
+    choice = choose_backend(backend, device, config, dtype)
     compute: NativeCompute | GraphCompute
-    if taken.library is not None:
-        compute = NativeCompute(taken.library, config, places, blocks)
+    if choice.library is not None:
+        compute = NativeCompute(choice.library, config, places, blocks)
         name = f"native, {dtype}"
     else:
-        compute = GraphCompute(config, getattr(torch, dtype), places, blocks, taken.device)
-        behind = f" ({taken.fallback_reason})" if taken.fallback_reason else ""
-        on = f", {taken.device.type}" if taken.name == "graphs" else ""
-        name = f"{BACKEND_LABELS[taken.name]}, {dtype}{on}{behind}"
+        compute = GraphCompute(config, getattr(torch, dtype), places, blocks, choice.device)
+        behind = f" ({choice.fallback_reason})" if choice.fallback_reason else ""
+        on = f", {choice.device.type}" if choice.name == "graphs" else ""
+        name = f"{BACKEND_LABELS[choice.name]}, {dtype}{on}{behind}"
     memory = PagedCache(places, blocks, compute.copy_block)
     compute.attach_block_table(memory.block_table)
     return BuiltinEngine(places, compute, memory, config, name, how)

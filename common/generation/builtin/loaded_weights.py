@@ -44,12 +44,12 @@ class LoadedWeights:
     @property
     def adapters(self) -> dict[str, int]:
         """Versions of the loaded adapters, by name."""
-        whole = {
+        complete = {
             name: at
             for name, at in self.adapter_indices.items()
             if at and at not in self.incomplete_adapters
         }
-        return {name: int(self._slots.adapter_versions[at]) for name, at in whole.items()}
+        return {name: int(self._slots.adapter_versions[at]) for name, at in complete.items()}
 
     def get_adapter_name(self, adapter_index: int) -> str:
         """Return the name of the adapter at an index; empty: the base alone."""
@@ -57,13 +57,13 @@ class LoadedWeights:
 
     def choose_adapter_index(self, name: str) -> int:
         """Return the index for an adapter to load; raise Refused if none is free."""
-        taken = self.adapter_indices.values()
+        used_indices = self.adapter_indices.values()
         place = self.adapter_indices.get(name) or next(
-            (i for i in range(1, MAX_ADAPTERS + 1) if i not in taken), 0
+            (i for i in range(1, MAX_ADAPTERS + 1) if i not in used_indices), 0
         )
         if not name or not place:
             raise Refused(
-                f"adapter {name!r} does not fit beside {len(taken) - 1} others",
+                f"adapter {name!r} does not fit beside {len(used_indices) - 1} others",
                 where="engine",
                 fix=f"Unload one: an engine holds at most {MAX_ADAPTERS} named adapters",
             )

@@ -260,7 +260,7 @@ class PrefixLoads:
         first = min(int(slots.first_sampled_index[slot]), n)
         own = int(slots.adapter_versions[slots.adapter_index[slot]])
         version = int(slots.versions[slot, first]) if first < n else own
-        kept = OffloadedPrefix(
+        prefix = OffloadedPrefix(
             tokens=slots.tokens[slot, :n].astype(np.int32),
             session=int(slots.session_id[slot]),
             adapter=self._weights.get_adapter_name(int(slots.adapter_index[slot])),
@@ -270,7 +270,7 @@ class PrefixLoads:
             origin=CacheOrigin(first, version),
             read=partial(self._compute.read_cache, slot),
         )
-        self.store.offload(kept)
+        self.store.offload(prefix)
 
     def offload_all(self) -> None:
         """Offer the computed tokens of all slots to the store, before the engine exits."""

@@ -20,8 +20,10 @@ def require_gpu(component: str) -> None:
     """Raise GpuUnusable with the reason unless torch sees a GPU for `component`. Blocks."""
     if torch.cuda.is_available():
         return
-    seen = os.environ.get(CUDA_ENV)
-    limit = f"{CUDA_ENV} is not set" if seen is None else f"{CUDA_ENV}={seen!r}"
+    visible_devices = os.environ.get(CUDA_ENV)
+    limit = (
+        f"{CUDA_ENV} is not set" if visible_devices is None else f"{CUDA_ENV}={visible_devices!r}"
+    )
     lacking = f", built for CUDA {torch.version.cuda}, finds none ({limit})"
     if torch.version.cuda is None:
         lacking = " is built without CUDA"

@@ -127,8 +127,8 @@ class NvmlDriver:
     def _read_mig_instances(self, handle: Any, gpu: Device) -> Iterator[Device]:
         if not gpu.is_mig_enabled:
             return
-        nvml, asked = self._nvml, self._query
-        for place in range(asked(nvml.nvmlDeviceGetMaxMigDeviceCount, handle)):
+        nvml, query = self._nvml, self._query
+        for place in range(query(nvml.nvmlDeviceGetMaxMigDeviceCount, handle)):
             try:
                 own = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
             except nvml.NVMLError as error:
@@ -136,10 +136,10 @@ class NvmlDriver:
                     continue
                 raise self._to_error(nvml.nvmlDeviceGetMigDeviceHandleByIndex, error) from error
             numbers = (
-                asked(nvml.nvmlDeviceGetGpuInstanceId, own),
-                asked(nvml.nvmlDeviceGetComputeInstanceId, own),
+                query(nvml.nvmlDeviceGetGpuInstanceId, own),
+                query(nvml.nvmlDeviceGetComputeInstanceId, own),
             )
-            uuid, name = asked(nvml.nvmlDeviceGetUUID, own), asked(nvml.nvmlDeviceGetName, own)
+            uuid, name = query(nvml.nvmlDeviceGetUUID, own), query(nvml.nvmlDeviceGetName, own)
             yield Device(uuid, name, self._read_total_bytes(own), gpu.index, gpu.uuid, numbers)
 
     def _read_total_bytes(self, handle: Any) -> int:
@@ -260,11 +260,11 @@ class NvmlDriver:
             raise self._to_error(query, error) from error
 
     def _to_error(self, query: Callable[..., Any], error: Any) -> MeshError:
-        said = f"{query.__name__}: {error}"
+        description = f"{query.__name__}: {error}"
         if error.value in self._lost_codes:
             return GpuLost(
-                f"the driver has lost the GPU ({said})",
+                f"the driver has lost the GPU ({description})",
                 where="NVML",
                 fix="Run `nvidia-smi -q` and read the kernel's log; the GPU may need a reset",
             )
-        return GpuQueryFailed(f"the driver rejects the query ({said})", where="NVML")
+        return GpuQueryFailed(f"the driver rejects the query ({description})", where="NVML")

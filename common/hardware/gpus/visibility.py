@@ -33,33 +33,33 @@ def select_visible(devices: Sequence[Device], environment: Mapping[str, str]) ->
     MIG mode is replaced by its instances. For an empty result see `explain_no_devices`. ConfigError
     for a name that matches none or several devices, is repeated, or names a lost device.
     """
-    asked = environment.get(CUDA_ENV)
-    found = list(devices) if asked is None else _select_named(devices, asked, environment)
+    requested = environment.get(CUDA_ENV)
+    found = list(devices) if requested is None else _select_named(devices, requested, environment)
     allowed = _select_allowed(devices, environment.get(CONTAINER_ENV, ""))
-    whole = [device for device in found if not device.is_mig_enabled and device in allowed]
-    if asked is not None:
-        for device in whole:
+    candidates = [device for device in found if not device.is_mig_enabled and device in allowed]
+    if requested is not None:
+        for device in candidates:
             if device.lost_reason:
                 raise _rejection(
-                    asked, f"{device.label}: {device.lost_reason}", "Remove it from the list"
+                    requested, f"{device.label}: {device.lost_reason}", "Remove it from the list"
                 )
-    return [device for device in whole if not device.lost_reason]
+    return [device for device in candidates if not device.lost_reason]
 
 
 def explain_no_devices(devices: Sequence[Device], environment: Mapping[str, str]) -> str:
     """Return why `select_visible` found no devices."""
-    said = [
+    reasons = [
         f"{name}={environment[name]!r}" for name in (CUDA_ENV, CONTAINER_ENV) if name in environment
     ]
     if lost := [
         f"{device.label}: {device.lost_reason}" for device in devices if device.lost_reason
     ]:
-        said.append("lost: " + "; ".join(lost))
+        reasons.append("lost: " + "; ".join(lost))
     bare = [d for d in devices if d.is_mig_enabled and not any(o.parent == d.uuid for o in devices)]
     if bare:
-        said.append("in MIG mode without an instance: " + ", ".join(d.label for d in bare))
+        reasons.append("in MIG mode without an instance: " + ", ".join(d.label for d in bare))
     count = sum(not device.parent for device in devices)
-    return f"the driver lists {count} GPUs" + (f" ({'; '.join(said)})" if said else "")
+    return f"the driver lists {count} GPUs" + (f" ({'; '.join(reasons)})" if reasons else "")
 
 
 def _select_named(
@@ -118,8 +118,8 @@ def _check_order(
     """
     gpus = [device for device in devices if not device.parent]
     every = {device.gpu_uuid for device in selected} == {gpu.uuid for gpu in gpus}
-    alike = len({gpu.name for gpu in gpus}) <= 1
-    if not (every or alike or environment.get(ORDER_ENV) == BY_BUS):
+    is_homogeneous = len({gpu.name for gpu in gpus}) <= 1
+    if not (every or is_homogeneous or environment.get(ORDER_ENV) == BY_BUS):
         names = ", ".join(gpu.label for gpu in gpus)
         raise _rejection(
             requested,

@@ -124,8 +124,8 @@ def compute_hosting_bounds(
     """
     rows = tokens * ranks.attention * profile.experts_per_token / profile.experts
     expert = profile.expert_bytes + rows * profile.expert_row_bytes
-    left = tokens * profile.attention_token_bytes
-    room = profile.fast.memory_bytes - profile.attention_bytes - left
+    token_bytes = tokens * profile.attention_token_bytes
+    room = profile.fast.memory_bytes - profile.attention_bytes - token_bytes
     if room < 0:
         return None
     share = profile.layers * profile.experts // ranks.experts

@@ -62,11 +62,11 @@ class ExpertHosting:
         """Return the hosting with a chunk of layer `to` hosted instead of one of the last
         layer's.
         """
-        hosted, kept = [*self.on_attention_ranks], [*self.on_expert_ranks]
+        hosted, remaining = [*self.on_attention_ranks], [*self.on_expert_ranks]
         for layer, sign in ((to, 1), (-1, -1)):
             hosted[layer] += sign * hosted_per_rank
-            kept[layer] -= sign * given_per_rank
-        return replace(self, on_attention_ranks=tuple(hosted), on_expert_ranks=tuple(kept))
+            remaining[layer] -= sign * given_per_rank
+        return replace(self, on_attention_ranks=tuple(hosted), on_expert_ranks=tuple(remaining))
 
     def apply_to_costs(self, costs: MicroBatchCosts, hosted_experts_s: float) -> MicroBatchCosts:
         """Return the costs of a group that hosts nothing, adjusted for the hosted experts.
@@ -76,14 +76,14 @@ class ExpertHosting:
         if not self.hosted_total:
             return costs
         shares = [
-            kept + hosted * self.ranks.attention / self.ranks.experts
-            for kept, hosted in zip(self.on_expert_ranks, self.on_attention_ranks, strict=True)
+            remaining + hosted * self.ranks.attention / self.ranks.experts
+            for remaining, hosted in zip(self.on_expert_ranks, self.on_attention_ranks, strict=True)
         ]
         pairs = list(zip(self.on_attention_ranks, self.on_expert_ranks, shares, strict=True))
         return replace(
             costs,
             hosted_s=tuple(hosted_experts_s * hosted / share for hosted, _, share in pairs),
-            expert_rank_shares=tuple(kept / share for _, kept, share in pairs),
+            expert_rank_shares=tuple(remaining / share for _, remaining, share in pairs),
         )
 
 
@@ -203,9 +203,9 @@ def _compute_rate(chunks: _Chunks, forward: ForwardCosts) -> float:
         chunks.given_per_rank * forward.experts_s
         + chunks.hosted_per_rank * forward.hosted_experts_s
     ) / share
-    wanted = gather / squeeze if squeeze > 0 else 0.0
+    desired_rate = gather / squeeze if squeeze > 0 else 0.0
     low, high = chunks.min_chunks / chunks.layers, chunks.max_chunks / chunks.layers
-    return min(max(wanted, low), high)
+    return min(max(desired_rate, low), high)
 
 
 def _build_chunks(layers: int, experts: int, ranks: RankCounts, bounds: HostingBounds) -> _Chunks:
@@ -225,15 +225,15 @@ def _build_chunks(layers: int, experts: int, ranks: RankCounts, bounds: HostingB
                 fix="Set numbers of ranks of which one divides the other",
             )
         return _Chunks(layers, experts, ranks, 0, 0, 0, 0)
-    taken = max(1, holders // attention)
-    given = taken * attention // holders
-    most = min(bounds.max_hosted // taken, layers * (experts // holders // given))
+    hosted_per_rank = max(1, holders // attention)
+    given = hosted_per_rank * attention // holders
+    most = min(bounds.max_hosted // hosted_per_rank, layers * (experts // holders // given))
     least = -(-bounds.min_given // given)
     if least > most:
         raise ConfigError(
             f"an expert rank cannot hold {bounds.min_given} experts, and attention ranks can hold "
-            f"only {most} chunks of {taken} each",
+            f"only {most} chunks of {hosted_per_rank} each",
             where=WHERE,
             fix="Use more ranks, or smaller micro-batches",
         )
-    return _Chunks(layers, experts, ranks, taken, given, least, most)
+    return _Chunks(layers, experts, ranks, hosted_per_rank, given, least, most)

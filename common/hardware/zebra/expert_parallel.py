@@ -36,12 +36,12 @@ def compute_expert_parallel_s(
         return None
     tokens = batches.max_tokens
     each = tokens * profile.experts_per_token * degree / profile.experts
-    held = profile.experts / degree
+    experts_per_rank = profile.experts / degree
     layer = max(map(batches.compute_max_s, curves))
-    layer += max(held * kind.experts.interpolate_s(each) for kind in accelerators)
+    layer += max(experts_per_rank * kind.experts.interpolate_s(each) for kind in accelerators)
     head = max(curve.interpolate_s(tokens) for curve in heads)
     passes = compute_passes_s(profile, layer, head, tokens, degree)
-    experts = profile.layers * held * profile.expert_gradient_bytes
+    experts = profile.layers * experts_per_rank * profile.expert_gradient_bytes
     return micro_batches * passes + (
         compute_all_reduce_s(profile, profile.attention_gradient_bytes, ranks)
         + compute_all_reduce_s(profile, experts, ranks // degree)
@@ -79,8 +79,10 @@ def has_memory(
     tokens = sum(length * count for length, count in lengths.items()) / ranks
     share = profile.layers * profile.experts / degree * profile.expert_bytes
     rows = profile.layers * profile.experts_per_token * profile.expert_row_bytes
-    left = tokens * (profile.attention_token_bytes + rows)
-    return all(profile.attention_bytes + share + left <= kind.memory_bytes for kind in accelerators)
+    token_bytes = tokens * (profile.attention_token_bytes + rows)
+    return all(
+        profile.attention_bytes + share + token_bytes <= kind.memory_bytes for kind in accelerators
+    )
 
 
 def compute_all_to_all_s(profile: MixtureProfile, tokens: float) -> float:

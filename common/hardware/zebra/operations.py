@@ -121,8 +121,8 @@ def _find_dependencies(
     backward, layer, micro, work = task
     if stream is RankStream.COMBINE:
         beside = task._replace(kind=TaskKind.HOSTED)
-        made = [(RankStream.EXPERTS, task)]
-        return [*made, (RankStream.ATTENTION, beside)] if beside in hosted else made
+        dependencies = [(RankStream.EXPERTS, task)]
+        return [*dependencies, (RankStream.ATTENTION, beside)] if beside in hosted else dependencies
     if stream is RankStream.DISPATCH:
         return [(RankStream.ATTENTION, ScheduledTask(backward, layer + backward, micro))]
     if work is not TaskKind.ATTENTION:

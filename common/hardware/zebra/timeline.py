@@ -108,14 +108,16 @@ class _StepProgress:
     def run_experts(self, backward: bool, layer: int) -> None:
         """Advance by the experts of a layer for all micro-batches, on both kinds of ranks."""
         hosted = self._costs.get_task_s(ScheduledTask(backward, layer, 0, TaskKind.HOSTED))
-        kept = self._costs.get_task_s(ScheduledTask(backward, layer, 0, TaskKind.EXPERTS))
-        made = [0.0] * len(self._micro_batches)
+        expert_task_s = self._costs.get_task_s(ScheduledTask(backward, layer, 0, TaskKind.EXPERTS))
+        hosted_ends = [0.0] * len(self._micro_batches)
         for micro in self._micro_batches if hosted else ():
             self.attention_end_s = max(self.attention_end_s, self._dispatched[micro]) + hosted
-            made[micro] = self.attention_end_s
+            hosted_ends[micro] = self.attention_end_s
         for micro in self._micro_batches:
-            self._experts = max(self._experts, self._dispatched[micro]) + kept
-            self._combine = max(self._combine, self._experts, made[micro]) + self._costs.combine_s
+            self._experts = max(self._experts, self._dispatched[micro]) + expert_task_s
+            self._combine = (
+                max(self._combine, self._experts, hosted_ends[micro]) + self._costs.combine_s
+            )
             self._combined[micro] = self._combine
 
 

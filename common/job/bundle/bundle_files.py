@@ -27,8 +27,10 @@ def list_files(directory: Path) -> dict[str, list[Any]]:
 
 def compute_digest(files: BundleFiles) -> str:
     """Return the bundle's digest: of the names, sizes and digests of its files, in name order."""
-    told = "".join(f"{len(name)}:{name}:{size}:{of};" for name, (size, of) in sorted(files.items()))
-    return digest_of_bytes(told.encode())
+    listing = "".join(
+        f"{len(name)}:{name}:{size}:{of};" for name, (size, of) in sorted(files.items())
+    )
+    return digest_of_bytes(listing.encode())
 
 
 def check_files(

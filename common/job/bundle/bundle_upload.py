@@ -91,10 +91,10 @@ def check_config_paths(config: JobConfig, files: Mapping[str, Any]) -> None:
         if model.path == INITIAL
     }
     known = named.keys() | initial | MESH_PATH_KEYS
-    for key, asked in (*_iterate_paths(config), *_iterate_host_references(config, files)):
-        if asked and key not in known:
+    for key, reference in (*_iterate_paths(config), *_iterate_host_references(config, files)):
+        if reference and key not in known:
             raise Refused(
-                f"{key} = {asked!r:.200}: an uploaded job must not name a file, program or "
+                f"{key} = {reference!r:.200}: an uploaded job must not name a file, program or "
                 "account of the mesh's host",
                 fix="Remove the key, or ask the mesh's own user to submit the job",
             )

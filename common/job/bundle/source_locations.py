@@ -68,5 +68,7 @@ def _is_below(path: str, directory: str) -> bool:
 def _format_location(code: CodeType, line: int, directory: str) -> str:
     path = code.co_filename
     below = directory and _is_below(path, directory)
-    shown = os.path.relpath(os.path.realpath(path), os.path.realpath(directory)) if below else ""
-    return f"{shown or os.path.basename(path)}:{line} in {code.co_name.strip('<>')}()"
+    relative_path = (
+        os.path.relpath(os.path.realpath(path), os.path.realpath(directory)) if below else ""
+    )
+    return f"{relative_path or os.path.basename(path)}:{line} in {code.co_name.strip('<>')}()"

@@ -79,9 +79,9 @@ def read_records(path: Path) -> AccessRecords:
     if not path.exists():
         return AccessRecords()
     try:
-        held = documents.read(path, REPAIR_HINT)
-        tokens = [TokenRecord(**row) for row in held["tokens"]]
-        return AccessRecords(tokens, [MemberRecord(**row) for row in held["members"]])
+        document = documents.read(path, REPAIR_HINT)
+        tokens = [TokenRecord(**row) for row in document["tokens"]]
+        return AccessRecords(tokens, [MemberRecord(**row) for row in document["members"]])
     except (KeyError, TypeError) as error:
         raise documents.make_corrupt_error(
             path, f"it contains no valid token records: {error!r}", REPAIR_HINT

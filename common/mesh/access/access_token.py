@@ -63,9 +63,9 @@ def read_token(token: str | Path) -> AccessToken:
             fix="Copy the whole line that `meshrl token create` printed",
         )
     try:
-        held = json.loads(base64.urlsafe_b64decode(text.removeprefix(TOKEN_PREFIX).encode()))
-        found = AccessToken(**held)
-        if not all(isinstance(value, str) for value in held.values()):
+        fields = json.loads(base64.urlsafe_b64decode(text.removeprefix(TOKEN_PREFIX).encode()))
+        found = AccessToken(**fields)
+        if not all(isinstance(value, str) for value in fields.values()):
             raise ValueError("its parts are not text")
     except (ValueError, TypeError) as error:
         raise ConfigError(

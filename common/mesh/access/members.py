@@ -98,6 +98,6 @@ def _remove_host(known: AccessRecords, host: str, token_id: str = "") -> bool:
     """Remove a host, with `token_id` only if that token admitted it; return True if it was a
     member.
     """
-    gone = [m for m in known.members if m.host == host and token_id in ("", m.token)]
-    known.members[:] = [member for member in known.members if member not in gone]
-    return bool(gone)
+    removed = [m for m in known.members if m.host == host and token_id in ("", m.token)]
+    known.members[:] = [member for member in known.members if member not in removed]
+    return bool(removed)

@@ -47,10 +47,11 @@ class OffloadStorage:
 
         Raises Refused if they differ from those of the worker that started this process.
         """
-        for own, said in ((self.segment_owner, segment_owner), (self.directory, directory)):
-            if own and said and said != own:
+        for own, requested in ((self.segment_owner, segment_owner), (self.directory, directory)):
+            if own and requested and requested != own:
                 raise Refused(
-                    f"the request sets {said} as the offload target, but its worker uses {own}",
+                    f"the request sets {requested} as the offload target, but its worker uses "
+                    f"{own}",
                     where=self._mesh.name,
                     fix="The request is not from its worker: run `meshrl hosts` to list the "
                     "admitted hosts",
@@ -192,15 +193,18 @@ class OffloadStorage:
         if tier == Tier.MEMORY:
             await self.drop(tier)
             return
-        aside = await self._run_to_end(corruption.quarantine, self._file, Path(self.directory))
+        quarantined = await self._run_to_end(
+            corruption.quarantine, self._file, Path(self.directory)
+        )
         self.stored_bytes[tier] = 0
         then = "quarantined; the process continues from the job's checkpoint"
-        told = corruption.make_event_fields(
-            "kept", self._file, error.message, then, quarantined_path=aside
+        event_fields = corruption.make_event_fields(
+            "kept", self._file, error.message, then, quarantined_path=quarantined
         )
         state = self._mesh.state
         await retry(
-            self._mesh.clock, lambda: events.append(state, corruption.CORRUPTION_EVENT, told)
+            self._mesh.clock,
+            lambda: events.append(state, corruption.CORRUPTION_EVENT, event_fields),
         )
 
     async def _run_to_end(self, work: Any, *args: Any) -> Any:

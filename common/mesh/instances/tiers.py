@@ -132,8 +132,10 @@ class TierController:
     @property
     def tier_usage(self) -> TierUsage:
         """Bytes on each tier now."""
-        kept = self.storage.stored_bytes
-        return TierUsage(self._sleeper.size_bytes, kept[Tier.MEMORY], kept[Tier.DISK])
+        stored_bytes = self.storage.stored_bytes
+        return TierUsage(
+            self._sleeper.size_bytes, stored_bytes[Tier.MEMORY], stored_bytes[Tier.DISK]
+        )
 
     def stats(self) -> dict[str, Any]:
         """Return the statistics that a process publishes about its tier."""

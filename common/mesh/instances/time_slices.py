@@ -110,12 +110,12 @@ class SliceClient:
         if not self.is_enabled:
             with self._run_unsliced():
                 return await work()
-        begun = False
+        has_started = False
 
         async def piece() -> T:
-            nonlocal begun
+            nonlocal has_started
             async with self.time_slice(function, estimate_s):
-                begun = True
+                has_started = True
                 return await work()
 
         task = asyncio.create_task(piece(), name=function)
@@ -123,7 +123,7 @@ class SliceClient:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if not begun:
+            if not has_started:
                 task.cancel()
             self._detached.add(task)
             task.add_done_callback(self._detached.discard)

@@ -132,11 +132,11 @@ def read_exit_status(pidfd: int) -> int | None:
 async def wait_readable(descriptor: int, deadline_s: float) -> bool:
     """Return True if a descriptor becomes readable in time; close it afterwards."""
     loop = asyncio.get_running_loop()
-    seen = asyncio.Event()
-    loop.add_reader(descriptor, seen.set)
+    readable_event = asyncio.Event()
+    loop.add_reader(descriptor, readable_event.set)
     try:
         async with asyncio.timeout(deadline_s):
-            await seen.wait()
+            await readable_event.wait()
     except TimeoutError:
         return False
     finally:

@@ -20,15 +20,15 @@ async def run_for_document(
     `logs` is the directory of its temporary output file. Raises DeadlineExceeded, and MeshError
     with the last line if it exits without a document.
     """
-    said, ended = await run_for_lines(host, command, name, logs, timeout_s)
-    if not ended:
+    lines, has_exited = await run_for_lines(host, command, name, logs, timeout_s)
+    if not has_exited:
         raise DeadlineExceeded(f"{name} has not answered within {timeout_s:g} s")
     try:
-        found = json.loads(said[-1])
+        found = json.loads(lines[-1])
     except (IndexError, ValueError):
         found = None
     if not isinstance(found, dict):
-        last = said[-1] if said else "without a word"
+        last = lines[-1] if lines else "without a word"
         raise MeshError(f"{name} has exited without an answer: {last}")
     return found
 
@@ -40,8 +40,8 @@ async def run_for_lines(
     log = _make_log_path(logs, name)
     child = host.spawn(list(command), name=name, log=log)
     try:
-        ended = await child.wait(timeout_s) is not None
-        return log.read_text(errors="replace").strip().splitlines(), ended
+        has_exited = await child.wait(timeout_s) is not None
+        return log.read_text(errors="replace").strip().splitlines(), has_exited
     finally:
         child.kill()
         log.unlink(missing_ok=True)

@@ -66,8 +66,8 @@ def list_writable_mounts() -> list[str]:
         place = place.encode().decode("unicode_escape")
         if system in KERNEL_FILESYSTEMS or not os.path.isdir(place):
             continue
-        made = place != "/dev" and not place.startswith(("/proc/", "/sys/"))
-        if made and os.access(place, os.W_OK) and _is_writable(place):
+        is_eligible = place != "/dev" and not place.startswith(("/proc/", "/sys/"))
+        if is_eligible and os.access(place, os.W_OK) and _is_writable(place):
             found.append(place)
     return sorted(set(found))
 
@@ -93,10 +93,10 @@ def explain_user_namespace_rejection() -> str:
         os.write(writes, bytes([number]))
         os._exit(0)
     os.close(writes)
-    said = os.read(reads, 1)
+    reply = os.read(reads, 1)
     os.close(reads)
     os.waitpid(child, 0)
-    number = said[0] if said else errno.EIO
+    number = reply[0] if reply else errno.EIO
     if number == 0:
         return ""
     if number == errno.EPERM and read_rights().seccomp == "filtered":

@@ -58,9 +58,9 @@ def is_mesh_program(pid: int, program: Sequence[str]) -> bool:
     `program` is a module and the first words that follow it in the command line, however it was
     started.
     """
-    wanted, shown = [os.fsencode(word) for word in program], _read_words(pid, "cmdline")
-    shown = [word.removeprefix(os.fsencode(MODULE_PREFIX)) for word in shown]
-    runs = any(shown[at : at + len(wanted)] == wanted for at in range(len(shown)))
+    expected, words = [os.fsencode(word) for word in program], _read_words(pid, "cmdline")
+    words = [word.removeprefix(os.fsencode(MODULE_PREFIX)) for word in words]
+    runs = any(words[at : at + len(expected)] == expected for at in range(len(words)))
     return runs and read_mesh_tag(pid) == os.environ.get(MESH_TAG_ENV, "")
 
 

@@ -94,9 +94,9 @@ class Lease:
         while True:
             await self._watchdog.next_tick()
             self.entry.stats, self.entry.waits = self._snapshot()
-            told = (self.entry.stats.get("ready"), self.entry.stats.get("epoch"))
-            if told != self._published_state:  # other processes wait for these fields
-                self._published_state = told
+            state = (self.entry.stats.get("ready"), self.entry.stats.get("epoch"))
+            if state != self._published_state:  # other processes wait for these fields
+                self._published_state = state
                 await self.publish()
 
     async def publish(self) -> None:
@@ -127,7 +127,7 @@ class Lease:
         hung = self._watchdog.explain_stall()
         if hung:
             return self._handle_loss(hung)
-        entry, asked = self.entry, self._clock.monotonic()
+        entry, requested_at = self.entry, self._clock.monotonic()
         stats = entry.stats
         if (
             still_s := self._watchdog.stalled_for_s
@@ -143,7 +143,7 @@ class Lease:
             self._telemetry.count("renewals_failed")
             return True  # the lease may outlive the outage: retry
         if renewal.is_renewed or not self._is_held:
-            self._renewed_at = asked
+            self._renewed_at = requested_at
             if doorway is not None and renewal.is_renewed:
                 doorway.keys.refresh_keys(renewal.revocations)
             return True

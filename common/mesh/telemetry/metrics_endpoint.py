@@ -67,8 +67,8 @@ class MetricsEndpoint:
             alone = ipaddress.ip_address(interface.strip("[]")).is_loopback
         except ValueError:
             alone = interface == "localhost"
-        shown = interface if alone else parse_advertised_host(advertise) or interface
-        self.address = f"http://{shown}:{self._server.server_port}"
+        advertised_host = interface if alone else parse_advertised_host(advertise) or interface
+        self.address = f"http://{advertised_host}:{self._server.server_port}"
         self._is_closing = False
         self._thread = host.run_periodically(0.0, self._serve_next, "endpoint")
 
@@ -146,17 +146,17 @@ def _bind(where: str, pages: Mapping[str, PageRenderer], setting: str) -> _Metri
     interface, tried = parse_listen_address(where, setting)
     host, family = parse_socket_host(interface)
     kind = _MetricsServerV6 if family == socket.AF_INET6 else _MetricsServer
-    trouble: OSError | None = None
+    last_error: OSError | None = None
     for port in tried:
         try:
             server = kind((host, port), _PageRequest)
         except OSError as error:
-            trouble = error
+            last_error = error
             continue
         server.pages = pages
         return server
-    raise bind_error_type(trouble)(
-        f"no port is free for metrics: {trouble}",
+    raise bind_error_type(last_error)(
+        f"no port is free for metrics: {last_error}",
         where=f"{setting} = {where!r}",
         fix="Permit any port with HOST:*, or a wider range with HOST:LOW-HIGH",
     )

@@ -42,9 +42,9 @@ class Stopwatch(NullStopwatch):
         0.
         """
         every = [*self._parts, self._state, self._clock.monotonic() - self._since]
-        told: list[str | float] = []
+        parts: list[str | float] = []
         for state, seconds in zip(every[::2], every[1::2], strict=True):
             assert isinstance(seconds, float)
             if ms := round(1000 * seconds, 3):
-                told += (state, ms)
-        return told
+                parts += (state, ms)
+        return parts

@@ -68,8 +68,8 @@ class ZapAuthenticator:
         self._unauthenticated = (
             UnauthenticatedPeers(limits, self.rejected_connections) if limits is not None else None
         )
-        seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED if limits is not None else 0
-        router.monitor(_MONITOR, _HANDSHAKE_FAILURES | zmq.EVENT_ACCEPT_FAILED | seen)
+        connection_events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED if limits is not None else 0
+        router.monitor(_MONITOR, _HANDSHAKE_FAILURES | zmq.EVENT_ACCEPT_FAILED | connection_events)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.set(zmq.LINGER, 0)
         self._monitor.set(zmq.RCVHWM, MAX_MONITOR_EVENTS)

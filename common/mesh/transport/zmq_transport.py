@@ -64,8 +64,8 @@ class _PeerConnection:
         self._rejection_events = rejection_events
         self._silence_limit_s, self._started_at = silence_limit_s, time.monotonic()
         self._was_reached = False
-        told = _CONNECTION_ENDS | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._monitor = pump.socket.get_monitor_socket(told)
+        monitored_events = _CONNECTION_ENDS | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor = pump.socket.get_monitor_socket(monitored_events)
         loop.add_reader(self._monitor.fileno(), self._read_events)
         loop.call_soon(self._read_events)
 
@@ -261,7 +261,7 @@ def _bind(router: zmq.Socket[bytes], bind: str) -> str:
     if bind.startswith("tcp://"):
         interface, tried = parse_listen_address(bind, "mesh.bind")
         endpoints = [f"tcp://{interface}:{port or '*'}" for port in tried]
-    trouble: zmq.ZMQError | None = None
+    last_error: zmq.ZMQError | None = None
     for endpoint in endpoints:
         try:
             router.bind(endpoint)
@@ -269,11 +269,11 @@ def _bind(router: zmq.Socket[bytes], bind: str) -> str:
             assert isinstance(found, bytes)
             return found.decode()
         except zmq.ZMQError as error:
-            trouble = error
+            last_error = error
             if error.errno != zmq.EADDRINUSE:
                 break
     raise ConfigError(
-        f"cannot listen on {bind}: {trouble}",
+        f"cannot listen on {bind}: {last_error}",
         where="mesh.bind",
         fix="Set an address of this host, followed by * or a range with a free port for each "
         "process",

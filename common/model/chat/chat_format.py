@@ -170,8 +170,8 @@ class ChatFormat(ABC):
         Raise ChatFormatError if the format would not render it after the prompt of
         `start_conversation`.
         """
-        said = self.escape(list(messages)), self.escape(answer), self.escape(list(tools))
-        return self._encode_answer(*said)
+        escaped = self.escape(list(messages)), self.escape(answer), self.escape(list(tools))
+        return self._encode_answer(*escaped)
 
     @abstractmethod
     def _start_conversation(
@@ -350,8 +350,8 @@ def _reparse_calls(reply: ParsedTurn, text: str) -> ParsedTurn:
 
     if not any(call.problem for call in reply.calls):
         return reply
-    said = text.partition("</think>")[2] if reply.reasoning else text
-    written = parse_hermes(said)
+    answer_text = text.partition("</think>")[2] if reply.reasoning else text
+    written = parse_hermes(answer_text)
     if not written.calls or any(call.problem for call in written.calls):
         return reply
     first = reply.calls[0].id.rpartition("_")[0]

@@ -64,20 +64,20 @@ def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     }
     if (directory / "chat_template.jinja").is_file():
         own["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    held = config.get("chat_template")
-    if own or held is None:
+    templates = config.get("chat_template")
+    if own or templates is None:
         return own
-    if isinstance(held, str):
-        return {"default": held}
+    if isinstance(templates, str):
+        return {"default": templates}
     try:
-        if not isinstance(held, dict):
-            held = {entry["name"]: entry["template"] for entry in held}
+        if not isinstance(templates, dict):
+            templates = {entry["name"]: entry["template"] for entry in templates}
     except (KeyError, TypeError) as error:
         raise ConfigError(
             "chat_template is neither a text nor a list of named templates",
             where=str(directory / "tokenizer_config.json"),
         ) from error
-    return {str(name): str(text) for name, text in held.items()}
+    return {str(name): str(text) for name, text in templates.items()}
 
 
 def _read_special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -117,13 +117,13 @@ class TemplateFormat(ChatFormat):
     def tools_unsupported_reason(self) -> str:
         """Reason why the model cannot be offered tools, or empty."""
         try:
-            bare, told = (
+            bare, with_tools = (
                 self.renderer.render([PROBE_USER_MESSAGE], tools, add_generation_prompt=True)
                 for tools in ([], [PROBE_TOOL])
             )
         except ChatFormatError as error:
             return error.message
-        if bare == told:
+        if bare == with_tools:
             return "the chat template does not render tools"
         if self._is_parser_unknown:
             return "the tool-call format of the chat template is unknown"
@@ -155,20 +155,20 @@ class TemplateFormat(ChatFormat):
         `start_conversation`.
         """
         prompt = self.renderer.render(messages, tools, add_generation_prompt=True)
-        whole = self.renderer.render([*messages, answer], tools, add_generation_prompt=False)
-        if not whole.startswith(prompt):
+        rendered = self.renderer.render([*messages, answer], tools, add_generation_prompt=False)
+        if not rendered.startswith(prompt):
             # Some templates write the system message beside the last user turn, and so move it.
             mark = _make_marker(messages)
             bare = self.renderer.render(
                 [*messages, _replace_with_marker(answer, mark)], tools, add_generation_prompt=False
             )
             before, head = bare.partition(mark)[0], _get_turn_header(prompt, messages)
-            if not head or not before.endswith(head) or not whole.startswith(before):
+            if not head or not before.endswith(head) or not rendered.startswith(before):
                 raise ChatFormatError(
                     "the chat template does not render this answer after its prompt"
                 )
-            prompt, whole = head, head + whole[len(before) :]
-        ids, start = self.tokenizer.encode(whole), self.tokenizer.encode(prompt)
+            prompt, rendered = head, head + rendered[len(before) :]
+        ids, start = self.tokenizer.encode(rendered), self.tokenizer.encode(prompt)
         ends = [n for n in range(len(start), len(ids)) if ids[n] in self.stop_ids]
         if ids[: len(start)] != start or not ends:
             raise ChatFormatError("the chat template does not render this answer after its prompt")
@@ -203,9 +203,9 @@ class _TemplateConversation(ChatConversation):
     def append_turn(self, ids: Sequence[int]) -> ParsedTurn:
         stops = self._chat.stop_ids
         self.ids = [*self.ids, *ids]
-        said = list(ids)
-        self._end_token_id = said.pop() if said and said[-1] in stops else -1
-        reasoning, text = self._split_reasoning(self._chat.tokenizer.decode(said))
+        turn_ids = list(ids)
+        self._end_token_id = turn_ids.pop() if turn_ids and turn_ids[-1] in stops else -1
+        reasoning, text = self._split_reasoning(self._chat.tokenizer.decode(turn_ids))
         written = ExtractedToolCalls(text)
         if (
             self._tools or self._chat.tool_call_parser != "llama3_json"
@@ -286,19 +286,21 @@ class _TemplateConversation(ChatConversation):
             return rendering.render([*before, *messages], self._tools, add_generation_prompt=True)
         except ChatFormatError:
             single = [
-                said | {"tool_calls": calls[-1:]} if (calls := said.get("tool_calls")) else said
-                for said in before
+                message | {"tool_calls": calls[-1:]}
+                if (calls := message.get("tool_calls"))
+                else message
+                for message in before
             ]
             if single == before:
                 raise
             return rendering.render([*single, *messages], self._tools, add_generation_prompt=True)
 
     def _split_reasoning(self, text: str) -> tuple[str, str]:
-        begun = text.lstrip().startswith(THINK_START)
-        if not self._chat.has_reasoning or not (begun or self._prompt_opens_reasoning):
+        has_start = text.lstrip().startswith(THINK_START)
+        if not self._chat.has_reasoning or not (has_start or self._prompt_opens_reasoning):
             return "", text
         head, closed, rest = text.partition(THINK_END)
-        reasoning = head.lstrip().removeprefix(THINK_START) if begun else head
+        reasoning = head.lstrip().removeprefix(THINK_START) if has_start else head
         return reasoning.strip("\n"), rest if closed else ""
 
     def _assign_call_id(self, call: ParsedToolCall) -> ParsedToolCall:
@@ -356,8 +358,8 @@ def _to_message(reply: ParsedTurn) -> Message:
 
 def _make_marker(messages: Sequence[Message]) -> str:
     """Return a text that none of the messages contains."""
-    said, mark = str(messages), TURN_MARKER
-    while mark in said:
+    content, mark = str(messages), TURN_MARKER
+    while mark in content:
         mark += "s"
     return mark
 

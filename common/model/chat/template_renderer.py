@@ -40,8 +40,8 @@ class TemplateRenderer:
 
         Raise ConfigError if a template is not Jinja, or an option has an invalid name.
         """
-        if taken := [name for name in options if name in RESERVED_OPTIONS]:
-            raise ConfigError(f"environment.chat_options: {taken[0]!r} is not an option")
+        if reserved := [name for name in options if name in RESERVED_OPTIONS]:
+            raise ConfigError(f"environment.chat_options: {reserved[0]!r} is not an option")
         self._files = files
         self._variables = {**files.special_tokens, **options}
         environment = _make_jinja_environment(date)
@@ -98,17 +98,17 @@ def _make_jinja_environment(date: str) -> ImmutableSandboxedEnvironment:
     def now(form: str) -> str:
         return (datetime.fromisoformat(date) if date else datetime.now()).strftime(form)
 
-    made = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = _to_json
-    made.globals.update(
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
         raise_exception=_raise_exception,
         strftime_now=now,
         dict=_DictFunction(),
         namespace=_PublicNamespace,
     )
-    return made
+    return environment
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -107,10 +107,10 @@ def has_tied_embeddings(tensors: Mapping[str, StoredTensor]) -> bool:
     with one.file.open("rb") as first, other.file.open("rb") as second:
         first.seek(one.begin_byte)
         second.seek(other.begin_byte)
-        left = one.end_byte - one.begin_byte
-        while left:
-            count = min(left, _COMPARE_BYTES)
+        remaining = one.end_byte - one.begin_byte
+        while remaining:
+            count = min(remaining, _COMPARE_BYTES)
             if first.read(count) != second.read(count):
                 return False
-            left -= count
+            remaining -= count
     return True

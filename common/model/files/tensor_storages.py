@@ -25,11 +25,11 @@ class TensorStorages:
         """Collect the storages; copy memory that cannot be freed, such as numpy's."""
         make_releasable(tensors.values())
         self._storages: dict[str, torch.UntypedStorage] = {}
-        seen: set[int] = set()
+        known_pointers: set[int] = set()
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
+            if storage.nbytes() and storage.data_ptr() not in known_pointers:
+                known_pointers.add(storage.data_ptr())
                 self._storages[name] = storage
         self.sizes_bytes = {name: storage.nbytes() for name, storage in self._storages.items()}
 
@@ -86,8 +86,8 @@ def alias_for_numpy(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return tensor
     there = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    seen = torch.from_numpy(np.frombuffer(memoryview(there), np.uint8))
-    return seen.view(tensor.dtype).reshape(tensor.shape)
+    alias = torch.from_numpy(np.frombuffer(memoryview(there), np.uint8))
+    return alias.view(tensor.dtype).reshape(tensor.shape)
 
 
 def _view_bytes(storage: torch.UntypedStorage) -> Octets:

@@ -226,9 +226,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise _corrupt_file_error(
             file, f"its header is invalid: {type(error).__name__}: {error}"
         ) from error
-    whole = max((tensor.end_byte for tensor in found.values()), default=8 + length)
-    if size != whole:
-        raise _corrupt_file_error(file, f"the file has {size} of {whole} bytes")
+    expected_bytes = max((tensor.end_byte for tensor in found.values()), default=8 + length)
+    if size != expected_bytes:
+        raise _corrupt_file_error(file, f"the file has {size} of {expected_bytes} bytes")
     for name, stored in found.items():
         width = FLOAT_DTYPE_BYTES.get(stored.dtype)
         if width is not None and stored.end_byte - stored.begin_byte != width * math.prod(

@@ -96,13 +96,13 @@ class Decoder(nn.Module):
             cos, sin = rotation(index)
             if index in self._sparse_layers:  # not by type, because a layer may be wrapped
                 given = experts[..., len(routed), :] if experts is not None else None
-                hidden, told = layer(hidden, cos, sin, index, attention, given, counted)
-                routed.append(told)
+                hidden, layer_routing = layer(hidden, cos, sin, index, attention, given, counted)
+                routed.append(layer_routing)
             else:
                 hidden = layer(hidden, cos, sin, index, attention)
         if routing is not None and routed:
-            routing.experts = torch.stack([told.experts for told in routed], -2)
-            losses = torch.stack([told.balance_loss for told in routed])
+            routing.experts = torch.stack([layer_routing.experts for layer_routing in routed], -2)
+            losses = torch.stack([layer_routing.balance_loss for layer_routing in routed])
             routing.balance_loss = losses.mean() * self.config.router_aux_loss_coef
         return self.pointwise.rms_norm(hidden, self.final_norm, self.config.norm_eps)
 

@@ -116,10 +116,10 @@ def merge_adapters(config: ModelConfig, tensors: StateDict, scale: float) -> dic
             continue
         part = parts[rest.removesuffix(".a")]
         target = f"{layer}.{part.fused_name}"
-        whole = sums.setdefault(target, plain[target].to(torch.float32, copy=True))
+        merged = sums.setdefault(target, plain[target].to(torch.float32, copy=True))
         a, b = tensors[name].float(), tensors[name.removesuffix("a") + "b"].float()
-        whole[part.start_row : part.start_row + part.rows].addmm_(b, a, alpha=scale)
-    return plain | {name: whole.to(plain[name].dtype) for name, whole in sums.items()}
+        merged[part.start_row : part.start_row + part.rows].addmm_(b, a, alpha=scale)
+    return plain | {name: merged.to(plain[name].dtype) for name, merged in sums.items()}
 
 
 def to_peft(config: ModelConfig, tensors: StateDict) -> dict[str, Tensor]:

@@ -157,15 +157,15 @@ class MixtureOfExperts(nn.Module):
         ends = torch.searchsorted(ordered, numbers, right=True)
         rows = x.index_select(0, order // k)
         if self.token_dispatcher is None:
-            made = self.compute_experts(rows, ends, self.gate_up, self.down)
+            outputs = self.compute_experts(rows, ends, self.gate_up, self.down)
         else:
-            made = self.token_dispatcher.compute_experts(rows, ends, self)
-        return made.index_select(0, invert_permutation(order)).view(n, k, -1)
+            outputs = self.token_dispatcher.compute_experts(rows, ends, self)
+        return outputs.index_select(0, invert_permutation(order)).view(n, k, -1)
 
     def compute_shared_expert(self, x: Tensor) -> Tensor:
         """Return the gated output of the shared expert for x [n, hidden_size]."""
-        made = linear(self.pointwise.swiglu(linear(x, self.shared_gate_up)), self.shared_down)
-        return linear(x, self.shared_gate).sigmoid() * made
+        output = linear(self.pointwise.swiglu(linear(x, self.shared_gate_up)), self.shared_down)
+        return linear(x, self.shared_gate).sigmoid() * output
 
     def compute_experts(
         self, rows: Tensor, expert_ends: Tensor, gate_up: Tensor, down: Tensor
@@ -225,6 +225,6 @@ def can_group_experts(config: ModelConfig, like: Tensor) -> bool:
     Otherwise the host reads the token count of each expert, which no CUDA graph can capture.
     """
     widths = config.hidden_size, config.expert_ffn_size
-    whole = not any(width * like.dtype.itemsize % _ROW_ALIGNMENT_BYTES for width in widths)
+    is_aligned = not any(width * like.dtype.itemsize % _ROW_ALIGNMENT_BYTES for width in widths)
     kernel = like.dtype == torch.bfloat16 or (like.dtype == torch.float32 and not like.is_cuda)
-    return whole and kernel
+    return is_aligned and kernel

@@ -58,8 +58,8 @@ def _scale_llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     waves = 2 * math.pi / frequencies
-    kept = (trained / waves - low) / (high - low)
-    ramp = (1 - kept) * frequencies / factor + kept * frequencies
+    unscaled_share = (trained / waves - low) / (high - low)
+    ramp = (1 - unscaled_share) * frequencies / factor + unscaled_share * frequencies
     stretched = torch.where(waves > trained / low, frequencies / factor, frequencies)
     between = (waves >= trained / high) & (waves <= trained / low)
     return torch.where(between, ramp, stretched)
@@ -84,9 +84,13 @@ def _scale_yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -
     low, high = max(low, 0), min(high, 2 * half - 1)
     if low == high:
         high += 0.001
-    kept = 1 - ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    made: Tensor = 1.0 / (factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
-    return made
+    unscaled_share = 1 - ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(
+        0, 1
+    )
+    scaled: Tensor = (
+        1.0 / (factor * wavelengths) * (1 - unscaled_share) + 1.0 / wavelengths * unscaled_share
+    )
+    return scaled
 
 
 def _compute_yarn_attention_factor(scaling: Mapping[str, Any]) -> float:

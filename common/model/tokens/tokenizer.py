@@ -156,8 +156,8 @@ class Tokenizer:
         if self._backend.num_special_tokens_to_add(False):
             # An empty text would not show which tokens come first and which last.
             bare = self._backend.encode(text or self.id_to_token(0), add_special_tokens=False)
-            whole = self._backend.post_process(bare, None, True)
-            head = whole.ids[: whole.special_tokens_mask.index(0)]
+            encoding = self._backend.post_process(bare, None, True)
+            head = encoding.ids[: encoding.special_tokens_mask.index(0)]
         if escape:
             written = "".join(self.id_to_token(i) or "" for i in head)
             written = written if text.startswith(written) else ""

@@ -76,10 +76,10 @@ async def answer_host_request(
     state: StateClient, id: str, answer: Mapping[str, Any] | MeshError
 ) -> None:
     """Answer a request, or reject it."""
-    told = {"error": to_wire(answer)} if isinstance(answer, MeshError) else dict(answer)
+    document = {"error": to_wire(answer)} if isinstance(answer, MeshError) else dict(answer)
     await state.run_mesh_script(
         "answer_host_request",
         id=id,
-        answer=json.dumps(told),
+        answer=json.dumps(document),
         kept_ms=int(1000 * ANSWER_RETENTION_S),
     )

@@ -43,8 +43,8 @@ async def wait_for_events(
         try:
             page = await events.read_page(state, since)
         except HistoryLost as lost:
-            gone = {"since": lost.since, "through": lost.through}
-            return [Event(lost.through, 0, HISTORY_LOST_EVENT, gone)], lost.through
+            fields = {"since": lost.since, "through": lost.through}
+            return [Event(lost.through, 0, HISTORY_LOST_EVENT, fields)], lost.through
         found = [event for event in page if event.fields.get("job") == job]
         since = page[-1].id if page else since
         if found or clock.monotonic() + POLL_S > until:

@@ -43,10 +43,10 @@ def read_configured_url() -> str:
     the file `authority.pem` beside that file is used, if there is one. ConfigError: the file does
     not exist, or other users can read it.
     """
-    told = os.environ.get(REDIS_ENV, "")
-    if not told.startswith(PATH_PREFIXES):
-        return _check_unambiguous(told)
-    path = Path(told).expanduser()
+    url_or_path = os.environ.get(REDIS_ENV, "")
+    if not url_or_path.startswith(PATH_PREFIXES):
+        return _check_unambiguous(url_or_path)
+    path = Path(url_or_path).expanduser()
     url = secret_files.read_secret(path, "Redis URL", URL_FIX, MAX_URL_CHARS)
     if "://" not in url:
         raise ConfigError("the content is not a Redis URL", where=str(path), fix=URL_FIX)
@@ -267,9 +267,9 @@ def prepare_server(
         scheme, path = "unix", quote(str(socket))
     elif listener is not None:
         scheme, path, authority = listener.scheme, listener.address, listener.ca_file
-    asked = f"?ssl_ca_certs={quote(authority)}" if authority else ""
+    query = f"?ssl_ca_certs={quote(authority)}" if authority else ""
     url, owner = (
-        f"{scheme}://{f'{user}:{_derive_password(user, secret)}@' if secret else ''}{path}{asked}"
+        f"{scheme}://{f'{user}:{_derive_password(user, secret)}@' if secret else ''}{path}{query}"
         for user in (MESH_USER, OWNER_USER)
     )
     return EmbeddedServer(argv, url, owner, f"{scheme}://{path}", authority)

@@ -217,11 +217,11 @@ class SealedChannel(BulkChannel):
         fits.
         """
         if self._unread_begin + size > len(self._receive_buffer):
-            left = self._receive_buffer[self._unread_begin : self._unread_end]
+            unread = self._receive_buffer[self._unread_begin : self._unread_end]
             if size > len(self._receive_buffer):
                 self._receive_buffer = bytearray(_LARGE_BUFFER_BYTES)
-            self._receive_buffer[: len(left)] = left
-            self._unread_begin, self._unread_end = 0, len(left)
+            self._receive_buffer[: len(unread)] = unread
+            self._unread_begin, self._unread_end = 0, len(unread)
         view = memoryview(self._receive_buffer)
         while self._unread_end - self._unread_begin < size:
             self._unread_end += yield from super().receive(view[self._unread_end :])

@@ -238,11 +238,11 @@ class BulkClient:
                 received bytes stay, to be continued by this server or another one.
         """
         connect = functools.partial(self._make_session, entry, FILE_TIMEOUT_S, stall_s)
-        kept = self._connection_pool, f"{entry.address} {entry.bulk}"
+        pool_arguments = self._connection_pool, f"{entry.address} {entry.bulk}"
         await self._fill_partial(
             entry,
             partial,
-            FileTransfer(connect, self._part_bytes, *kept),
+            FileTransfer(connect, self._part_bytes, *pool_arguments),
             expected_bytes=size_bytes,
         )
 
@@ -335,18 +335,18 @@ class BulkClient:
         """
         if self._mesh.credentials is None:
             return True
-        told = self._served_directories.get(entry.address, b"")
-        if not told:
+        served = self._served_directories.get(entry.address, b"")
+        if not served:
 
             def ask() -> bytes:
                 with self._make_session(entry, REQUEST_TIMEOUT_S) as session:
                     return session.request(DIRECTORY, NO_DIGEST)
 
-            told = await self._run_request(entry, ask, REQUEST_TIMEOUT_S)
+            served = await self._run_request(entry, ask, REQUEST_TIMEOUT_S)
             if len(self._served_directories) >= MAX_REMEMBERED_PEERS:
                 self._served_directories.clear()
-            self._served_directories[entry.address] = told
-        return told == os.fsencode(directory)
+            self._served_directories[entry.address] = served
+        return served == os.fsencode(directory)
 
     def _make_session(
         self, entry: RegistryEntry, deadline_s: float, stall_s: float = math.inf

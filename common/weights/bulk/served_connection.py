@@ -280,21 +280,21 @@ class ServedConnection:
 
         It is read in pieces, so that other connections continue.
         """
-        whole = self._chunks.is_verified(digest)
-        if not whole:
+        is_valid = self._chunks.is_verified(digest)
+        if not is_valid:
             hashed, there = Hasher(), False
             with suppress(FileNotFoundError), self._chunks.chunk_path(digest).open("rb") as file:
                 there = True
                 while piece := file.read(MAX_PIECE_BYTES):
                     hashed.update(piece)
                     yield selectors.EVENT_WRITE
-            whole = hashed.hexdigest() == digest
-            if there and not whole:
+            is_valid = hashed.hexdigest() == digest
+            if there and not is_valid:
                 self._chunks.is_valid(digest)
-        yield from self._send_response(bytes([whole and self._chunks.mark_written(digest)]))
+        yield from self._send_response(bytes([is_valid and self._chunks.mark_written(digest)]))
 
     def _handle_put(self, digest: str, offset: int, length: int, size: int) -> IoSteps[None]:
-        trouble: MeshError | None = None
+        failure: MeshError | None = None
         partial: PartialFile | None = None
         try:
             if offset == 0:
@@ -310,21 +310,21 @@ class ServedConnection:
                     f"the range {offset} to {offset + length} of {size} bytes is invalid"
                 )
         except MeshError as error:
-            trouble = error
+            failure = error
         while length:
             received = yield from self._channel.receive(
                 self._receive_buffer[: min(len(self._receive_buffer), length)]
             )
             length -= received
-            if trouble is None and partial is not None:
+            if failure is None and partial is not None:
                 try:
                     partial.write(self._receive_buffer[:received])
                 except (
                     MeshError
                 ) as error:  # receive the rest, so that the client can read the error
-                    trouble = error
-        if trouble is not None:
-            raise trouble
+                    failure = error
+        if failure is not None:
+            raise failure
         assert partial is not None
         if partial.received_bytes == size:
             if not partial.is_valid:

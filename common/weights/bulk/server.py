@@ -193,7 +193,7 @@ class BulkServer:
     def _advance(self, client: ServedConnection) -> None:
         known = client.is_authenticated
         try:
-            wanted = next(client.io_steps)
+            step = next(client.io_steps)
         except (StopIteration, OSError):
             if not client.is_authenticated:
                 undecided = isinstance(client.task_result, StateUnavailable)
@@ -213,13 +213,13 @@ class BulkServer:
                     self.rejection_counts["bulk_crowd"] += 1
                     self._close_connection(client)
                     return
-        if wanted == DISK_WRITE:
+        if step == DISK_WRITE:
             client.expires_at = time.monotonic() + COMMIT_TIMEOUT_S
-        if wanted in self._background_tasks:
-            self._background_tasks[wanted].submit(client, client.task)
-        if wanted == PAUSE:
+        if step in self._background_tasks:
+            self._background_tasks[step].submit(client, client.task)
+        if step == PAUSE:
             self._paused_until[client] = time.monotonic() + client.pause_s
-        self._wait_for(client, wanted)
+        self._wait_for(client, step)
 
     def _wait_for(self, client: ServedConnection, event: int) -> None:
         before, client.awaited_event = client.awaited_event, max(0, event)
@@ -245,14 +245,14 @@ class BulkServer:
 def _open_listener(bind: str) -> socket.socket:
     interface, tried = parse_listen_address(bind, "mesh.bind")
     host, family = parse_socket_host(interface)
-    trouble: OSError | None = None
+    last_error: OSError | None = None
     for port in tried:
         try:
             return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         except OSError as error:
-            trouble = error
+            last_error = error
     raise ConfigError(
-        f"no port is free to serve chunks: {trouble}",
+        f"no port is free to serve chunks: {last_error}",
         where=f"mesh.bind = {bind!r}",
         fix="Set an address of this host, followed by * or a wider range of ports",
     )

@@ -195,24 +195,26 @@ class BulkSession:
             expected_bytes: Size of the chunk; CorruptData if it differs, before any byte is passed.
         """
         with self._open_request(GET, digest, offset, length, 0, space):
-            size, left = self._receive_header()
-            if left > length:
-                raise BadMessage(f"{left} bytes arrived instead of {length}", where=self._endpoint)
+            size, remaining = self._receive_header()
+            if remaining > length:
+                raise BadMessage(
+                    f"{remaining} bytes arrived instead of {length}", where=self._endpoint
+                )
             if expected_bytes is not None and (
-                size != expected_bytes or left != min(length, expected_bytes - offset)
+                size != expected_bytes or remaining != min(length, expected_bytes - offset)
             ):
-                said = (
-                    f"{left} bytes from {offset} of {size} arrived, instead of {length} of "
+                description = (
+                    f"{remaining} bytes from {offset} of {size} arrived, instead of {length} of "
                     f"{expected_bytes}"
                 )
                 raise CorruptData(
-                    f"the peer's chunk has another size: {said}", where=self._endpoint
+                    f"the peer's chunk has another size: {description}", where=self._endpoint
                 )
-            room = memoryview(bytearray(min(left, MAX_PIECE_BYTES)))
-            while left:
-                received = self._run_steps(self._channel.receive(room[: min(left, len(room))]))
+            room = memoryview(bytearray(min(remaining, MAX_PIECE_BYTES)))
+            while remaining:
+                received = self._run_steps(self._channel.receive(room[: min(remaining, len(room))]))
                 on_bytes(room[:received])
-                left -= received
+                remaining -= received
             return size
 
     def put_range(self, digest: str, file: BinaryIO, offset: int, length: int, size: int) -> None:
@@ -263,17 +265,17 @@ class BulkSession:
         """Run the steps and return their result; TimeoutError after the deadline or a stall."""
         try:
             while True:
-                if (wanted := next(steps)) == PAUSE:
+                if (step := next(steps)) == PAUSE:
                     self._aborted.wait(min(self._channel.pause_s, self._remaining_s()))
                     continue
-                self._poll.modify(self._socket, _POLL_FLAGS[wanted])
+                self._poll.modify(self._socket, _POLL_FLAGS[step])
                 if not self._poll.poll(1000 * min(self._remaining_s(), self._stall_s)):
                     raise TimeoutError
         except StopIteration as done:
             return cast(T, done.value)
 
     def _remaining_s(self) -> float:
-        left = self._expires_at - time.monotonic()
-        if left <= 0:
+        remaining_s = self._expires_at - time.monotonic()
+        if remaining_s <= 0:
             raise DeadlineExceeded("a transfer took too long", where=self._endpoint)
-        return left
+        return remaining_s

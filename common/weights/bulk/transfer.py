@@ -94,8 +94,8 @@ class ConnectionPool:
         """Close connections that were unused for `min_idle_s`."""
         before = time.monotonic() - min_idle_s
         with self._lock:
-            old = [kept for kept in self._idle_sessions if kept[0] <= before]
-            self._idle_sessions = [kept for kept in self._idle_sessions if kept[0] > before]
+            old = [entry for entry in self._idle_sessions if entry[0] <= before]
+            self._idle_sessions = [entry for entry in self._idle_sessions if entry[0] > before]
         for _, _, session in old:
             session.close()
 

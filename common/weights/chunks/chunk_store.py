@@ -300,12 +300,12 @@ class ChunkStore:
             # The inode number of an open file is not reused: a newer file of that name is restored.
             damaged = stat.st_ino
             try:
-                aside = corruption.quarantine(path, self._root)
+                quarantined = corruption.quarantine(path, self._root)
             except FileNotFoundError:
                 return False, None
-            if aside.stat().st_ino == damaged:
-                return False, aside
-        os.rename(aside, path)
+            if quarantined.stat().st_ino == damaged:
+                return False, quarantined
+        os.rename(quarantined, path)
         return True, None
 
     def is_valid(self, digest: str) -> bool:
@@ -316,14 +316,14 @@ class ChunkStore:
         """
         if self.is_verified(digest):
             return True
-        whole, aside = self.verify_or_quarantine(digest)
-        if aside is not None:
+        is_intact, quarantined = self.verify_or_quarantine(digest)
+        if quarantined is not None:
             path, then = self.chunk_path(digest), "it is written again"
-            told = corruption.make_event_fields(
-                "weights", path, CORRUPTION_REASON, then, quarantined_path=aside
+            event_fields = corruption.make_event_fields(
+                "weights", path, CORRUPTION_REASON, then, quarantined_path=quarantined
             )
-            self.pending_events.append((told, uuid.uuid4().hex))
-        return whole
+            self.pending_events.append((event_fields, uuid.uuid4().hex))
+        return is_intact
 
     @contextmanager
     def write_chunk(
@@ -472,12 +472,12 @@ class ChunkStore:
                 # mark of a write happened before the rename, so the file is restored; or it finds
                 # no
                 # file and writes the chunk again.
-                aside = _make_scratch_path(path)
-                os.rename(path, aside)
-                if aside.stat().st_mtime_ns == when:
-                    aside.unlink()
+                scratch = _make_scratch_path(path)
+                os.rename(path, scratch)
+                if scratch.stat().st_mtime_ns == when:
+                    scratch.unlink()
                 else:
-                    os.rename(aside, path)
+                    os.rename(scratch, path)
 
 
 def try_lock(descriptor: int) -> bool:

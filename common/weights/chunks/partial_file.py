@@ -57,8 +57,8 @@ class PartialFile:
 
     def take_writer(self) -> PartialFileWriter:
         """Return the only writer from now on; earlier writers are rejected."""
-        self._current_writer = made = PartialFileWriter(self)
-        return made
+        self._current_writer = writer = PartialFileWriter(self)
+        return writer
 
     def write(self, content: bytes | memoryview) -> None:
         """Append the next bytes. The caller has exclusive use. StorageFull: the disk is full."""
@@ -185,7 +185,7 @@ class ParkedUploads:
         if not found:
             return None
         longest = max(found, key=lambda one: one.received_bytes)
-        self._uploads = [kept for kept in self._uploads if kept[-1] is not longest]
+        self._uploads = [upload for upload in self._uploads if upload[-1] is not longest]
         return longest
 
     def discard_expired(self) -> None:

@@ -75,9 +75,9 @@ class VerifiedFiles:
                 self._inode, self._read_offset = inode, 0
             file.seek(self._read_offset)
             lines = file.read()
-            whole = lines.rfind(b"\n") + 1  # another process may be writing the last one
-            self._read_offset += whole
-            for line in lines[:whole].decode("ascii", "replace").splitlines():
+            complete_bytes = lines.rfind(b"\n") + 1  # another process may be writing the last one
+            self._read_offset += complete_bytes
+            for line in lines[:complete_bytes].decode("ascii", "replace").splitlines():
                 with suppress(ValueError):  # a malformed line
                     digest, at, figures = line.split(" ", 2)
                     self._verified_by_digest[digest] = figures, float(at)

@@ -196,9 +196,11 @@ def _decode_plane(frame: memoryview, size_bytes: int) -> NDArray[np.uint8]:
     size.
     """
     try:
-        told = zstandard.frame_content_size(frame)
-        if told != size_bytes:
-            raise BadMessage(f"a plane of a delta has {told} bytes instead of {size_bytes}")
+        declared_bytes = zstandard.frame_content_size(frame)
+        if declared_bytes != size_bytes:
+            raise BadMessage(
+                f"a plane of a delta has {declared_bytes} bytes instead of {size_bytes}"
+            )
         content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size_bytes or 1)
     except zstandard.ZstdError as error:
         raise BadMessage(f"a plane of a delta cannot be decoded: {error}") from error
@@ -206,8 +208,8 @@ def _decode_plane(frame: memoryview, size_bytes: int) -> NDArray[np.uint8]:
 
 
 def _join_planes(planes: list[NDArray[np.uint8]]) -> NDArray[np.unsignedinteger]:
-    whole = np.stack(planes, axis=1)
-    joined: NDArray[np.unsignedinteger] = whole.view(f"<u{len(planes)}").reshape(-1)
+    interleaved = np.stack(planes, axis=1)
+    joined: NDArray[np.unsignedinteger] = interleaved.view(f"<u{len(planes)}").reshape(-1)
     return joined
 
 

@@ -66,10 +66,10 @@ async def acknowledge_version(mesh: Mesh, manifest: Manifest, digest: str) -> No
     Call it on hosts other than the store's, once all chunks are files there. Failure is harmless.
     """
     target = VersionRef(manifest.lineage, manifest.version, digest)
-    told = VersionAcknowledgement(mesh.settings.host, target, manifest.job)
+    acknowledgement = VersionAcknowledgement(mesh.settings.host, target, manifest.job)
     try:
         async with mesh.clock.timeout(ACKNOWLEDGE_TIMEOUT_S, "the acknowledgement of a version"):
-            await mesh.ref(STORE_NAME).call(Weights.acknowledge_version, told)
+            await mesh.ref(STORE_NAME).call(Weights.acknowledge_version, acknowledgement)
     except MeshError as error:
         mesh.telemetry.log.warning("a version cannot be acknowledged", error=str(error))
 
@@ -104,9 +104,9 @@ class _DeltaReceiver:
         try:
             while self._missing and not self._is_stalled:
                 wait_s = max(0.0, until - clock.monotonic())
-                asked = DeltaQuery(manifest_digest, host, known, wait_s)
+                query = DeltaQuery(manifest_digest, host, known, wait_s)
                 answer: DeltaBatch = await self._mesh.ref(STORE_NAME).call(
-                    Weights.fetch_deltas, asked
+                    Weights.fetch_deltas, query
                 )
                 known += len(answer.chunks)
                 of_use = await self._select_useful(answer.chunks)

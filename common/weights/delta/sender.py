@@ -100,23 +100,23 @@ class DeltaSender:
         if self._config.deltas == "off":
             return False
         anchors, host = self._config.delta_anchors, self._mesh.settings.host
-        asked = BeginDelta(self._job, target, anchors, part, parts, host)
+        request = BeginDelta(self._job, target, anchors, part, parts, host)
         try:
             async with self._mesh.clock.timeout(REQUEST_TIMEOUT_S, "the request for deltas"):
-                bases = (await self._mesh.ref(STORE_NAME).call(Weights.begin_deltas, asked)).bases
+                bases = (await self._mesh.ref(STORE_NAME).call(Weights.begin_deltas, request)).bases
         except MeshError as error:
             self._record_failure(error)
             return False
         if bases:
-            made = _DeltaRound(self._mesh, self._bulk, target, part, self._max_group_bytes)
+            delta_round = _DeltaRound(self._mesh, self._bulk, target, part, self._max_group_bytes)
 
             async def make_all() -> None:
                 try:
-                    await made.make_since(bases, chunks)
+                    await delta_round.make_since(bases, chunks)
                 except Exception as error:  # this task is not awaited: record the error here
                     self._record_failure(error)
                     with suppress(MeshError):
-                        await made.publish_group(
+                        await delta_round.publish_group(
                             [], bases[0], is_last=True
                         )  # no receiver has to wait for the rest
                 else:
@@ -202,28 +202,28 @@ class _DeltaRound:
         entry = await look_up_store(mesh)
         stored, cache = await self._bulk.open_local_store(entry), chunk_cache.open_cache(mesh)
         places = [place for place in (stored, cache) if place]
-        limit, made = asyncio.Semaphore(MAX_CONCURRENT_ENCODES), dict[ChunkPair, bytes]()
+        limit, deltas = asyncio.Semaphore(MAX_CONCURRENT_ENCODES), dict[ChunkPair, bytes]()
 
         async def one(pair: ChunkPair) -> None:
             async with limit:
                 delta = await run(make_delta, places, pair, deadline_s=ENCODE_TIMEOUT_S)
             if delta is not None:
-                made[pair] = delta
+                deltas[pair] = delta
 
         await run_all(one(pair) for pair in pairs)
-        if not made:
+        if not deltas:
             return []
-        blob = b"".join(made.values())
+        blob = b"".join(deltas.values())
         if stored is not None:
             digest = await run(save_delta, stored, blob, deadline_s=ENCODE_TIMEOUT_S)
         else:
             digest = await self._bulk.put_chunk(entry, blob)
-        mesh.telemetry.count("deltas_made", len(made))
+        mesh.telemetry.count("deltas_made", len(deltas))
         mesh.telemetry.count("deltas_made_bytes", len(blob))
-        ends = list(accumulate(map(len, made.values()), initial=0))
+        ends = list(accumulate(map(len, deltas.values()), initial=0))
         return [
-            ChunkDelta(pair.old_digest, pair.new_digest, digest, begin, len(made[pair]))
-            for pair, begin in zip(made, ends, strict=False)
+            ChunkDelta(pair.old_digest, pair.new_digest, digest, begin, len(deltas[pair]))
+            for pair, begin in zip(deltas, ends, strict=False)
         ]
 
     async def publish_group(

@@ -42,8 +42,10 @@ def _choose_suite() -> bytes:
     ChaCha20-Poly1305; without them it is many times slower.
     """
     found = Path("/proc/cpuinfo")
-    told = found.read_text().lower().replace("\n", " ").split(" ") if found.exists() else ["aes"]
-    return _AES if "aes" in told else _CHACHA
+    cpu_flags = (
+        found.read_text().lower().replace("\n", " ").split(" ") if found.exists() else ["aes"]
+    )
+    return _AES if "aes" in cpu_flags else _CHACHA
 
 
 class ClientHandshake:

@@ -84,14 +84,14 @@ class MerkleTree:
         """Join a part of a leaf with its neighbours; a complete leaf becomes a node."""
         leaf = offset // LEAF_BYTES * LEAF_BYTES
         there = [one for one in self._partial_leaves.items() if leaf <= one[0] < leaf + LEAF_BYTES]
-        for begin, held in there:
-            if begin < offset + len(piece) and offset < begin + len(held):
+        for begin, neighbour in there:
+            if begin < offset + len(piece) and offset < begin + len(neighbour):
                 raise BadMessage(f"a tensor has two pieces at byte {offset}")
-            if begin + len(held) == offset:
-                offset, piece = begin, held + piece
+            if begin + len(neighbour) == offset:
+                offset, piece = begin, neighbour + piece
                 del self._partial_leaves[begin]
             elif offset + len(piece) == begin:
-                piece += held
+                piece += neighbour
                 del self._partial_leaves[begin]
         if len(piece) == LEAF_BYTES:
             self._add_node(offset, LEAF_BYTES, _hash_leaf(piece))
@@ -121,11 +121,11 @@ class MerkleTree:
             length = size if size < LEAF_BYTES else DIGEST_BYTES
             content = view[at : at + length]
             at += length
-            whole = size >= LEAF_BYTES
-            fits = offset % size == 0 and (size // LEAF_BYTES).bit_count() == 1 if whole else size
-            if not fits or (whole and size % LEAF_BYTES) or len(content) != length:
+            is_node = size >= LEAF_BYTES
+            fits = offset % size == 0 and (size // LEAF_BYTES).bit_count() == 1 if is_node else size
+            if not fits or (is_node and size % LEAF_BYTES) or len(content) != length:
                 raise BadMessage(f"{size} bytes at {offset} are not part of a tensor's identity")
-            if whole:
+            if is_node:
                 self._add_node(offset, size, bytes(content))
             else:
                 self.add_bytes(offset, content)
@@ -198,8 +198,8 @@ def compute_identity(specs: Mapping[str, TensorSpec], trees: Mapping[str, Merkle
     Raises:
         BadMessage: Rows are missing.
     """
-    told = [
+    tensors = [
         [name, one.dtype, list(one.shape), trees[name].compute_root(one.size_bytes)]
         for name, one in sorted(specs.items())
     ]
-    return compute_digest(json.dumps(told, separators=(",", ":")).encode())
+    return compute_digest(json.dumps(tensors, separators=(",", ":")).encode())

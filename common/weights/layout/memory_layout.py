@@ -72,7 +72,7 @@ def make_memory_layout(
 
 def _find_continuations(pieces: Iterable[TensorPiece], sizes: Mapping[str, int]) -> dict[str, str]:
     after: dict[str, str] = {}
-    taken: set[str] = set()
+    continuations: set[str] = set()
     for parts in group_by_tensor(pieces).values():
         for one, other in itertools.pairwise(parts):
             full = (
@@ -81,7 +81,7 @@ def _find_continuations(pieces: Iterable[TensorPiece], sizes: Mapping[str, int])
             )
             if not full or other.offset or one.end != other.begin or one.chunk == other.chunk:
                 continue
-            if one.chunk not in after and other.chunk not in taken:
+            if one.chunk not in after and other.chunk not in continuations:
                 after[one.chunk] = other.chunk
-                taken.add(other.chunk)
+                continuations.add(other.chunk)
     return after

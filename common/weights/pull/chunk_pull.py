@@ -209,17 +209,17 @@ class _ChunkPull:
         except StorageFull:
             raise
         except MeshError as error:
-            gone = not error.retryable and not isinstance(error, HandshakeFailed)
-            if gone and source == STORE_NAME:
+            is_gone = not error.retryable and not isinstance(error, HandshakeFailed)
+            if is_gone and source == STORE_NAME:
                 raise
-            self._record_failure(stream, error, is_gone=gone)
+            self._record_failure(stream, error, is_gone=is_gone)
         else:
             self._record_progress()
             if not fetched:
                 self._record_found([chunk])
                 return
-            wanted, now = self._missing.pop(chunk, None), self._mesh.clock.monotonic()
-            size = wanted.size_bytes if wanted is not None else 0
+            missing_chunk, now = self._missing.pop(chunk, None), self._mesh.clock.monotonic()
+            size = missing_chunk.size_bytes if missing_chunk is not None else 0
             self._speeds_bytes_per_s.append(
                 (size - stream.initial_bytes) / max(now - stream.started_at, 1e-6)
             )
@@ -324,21 +324,27 @@ class TrackerSession:
 
         Its error is raised once that lasts too long.
         """
-        held, failed, self._new_chunks, self._failed_transfers = (
+        new_chunks, failed, self._new_chunks, self._failed_transfers = (
             self._new_chunks,
             self._failed_transfers,
             [],
             [],
         )
-        told = None if self._is_registered else list(missing)
-        asked = SourceRequest(
-            self._name, self._mesh.settings.host, self._server, max_chunks, told, held, failed
+        missing_ids = None if self._is_registered else list(missing)
+        request = SourceRequest(
+            self._name,
+            self._mesh.settings.host,
+            self._server,
+            max_chunks,
+            missing_ids,
+            new_chunks,
+            failed,
         )
         try:
-            answer: SourceAssignments = await self._store.call(Weights.assign_sources, asked)
+            answer: SourceAssignments = await self._store.call(Weights.assign_sources, request)
         except MeshError as error:
             self._new_chunks, self._failed_transfers, self._is_registered = (
-                held + self._new_chunks,
+                new_chunks + self._new_chunks,
                 failed + self._failed_transfers,
                 False,
             )
@@ -348,7 +354,7 @@ class TrackerSession:
         self._is_registered = answer.is_known
         if not answer.is_known:
             self._new_chunks, self._failed_transfers = (
-                held + self._new_chunks,
+                new_chunks + self._new_chunks,
                 failed + self._failed_transfers,
             )
         return answer
@@ -359,13 +365,13 @@ class TrackerSession:
         host = self._mesh.settings.host
         if not (self._new_chunks or self._failed_transfers or self._is_registered):
             return
-        told = None if self._is_registered else list[str]()
+        missing_ids = None if self._is_registered else list[str]()
         last = SourceRequest(
             self._name,
             host,
             self._server,
             0,
-            told,
+            missing_ids,
             self._new_chunks,
             self._failed_transfers,
             is_last=True,

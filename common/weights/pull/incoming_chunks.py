@@ -93,8 +93,8 @@ class IncomingChunks:
         if not is_only_source:
             raise PeerLost(changed, where=source)
         if source == STORE_NAME:
-            asked = ChunkVerification(chunk, "weights", self._job)
-            if await self._mesh.ref(STORE_NAME).call(Weights.verify_chunk, asked):
+            verification = ChunkVerification(chunk, "weights", self._job)
+            if await self._mesh.ref(STORE_NAME).call(Weights.verify_chunk, verification):
                 raise PeerLost(changed, where=source)
         self._mesh.telemetry.count("chunks_damaged")
         raise CorruptData(changed, where=source)

@@ -92,10 +92,10 @@ async def free_space(
         )
 
     try:
-        made = await mesh.host.run_blocking(make, deadline_s=IO_TIMEOUT_S)
+        has_space = await mesh.host.run_blocking(make, deadline_s=IO_TIMEOUT_S)
     except OSError as error:
         raise make_write_error(error, chunks.directory) from error
-    if not made:
+    if not has_space:
         raise StorageFull(
             f"the disk has no space for {wanted_bytes} bytes of weights beyond its reserve",
             where=str(chunks.directory),
@@ -180,11 +180,11 @@ async def _save_chunk(
         return there
 
     try:
-        kept = await mesh.host.run_blocking(write, deadline_s=IO_TIMEOUT_S)
+        is_cached = await mesh.host.run_blocking(write, deadline_s=IO_TIMEOUT_S)
     except (MeshError, OSError) as error:
-        kept = False
+        is_cached = False
         mesh.telemetry.log.warning("a chunk cannot be cached", chunk=digest, error=str(error))
-    if not kept:
+    if not is_cached:
         mesh.telemetry.count("chunks_not_kept")
 
 
@@ -196,21 +196,21 @@ def _evict_chunks(
     Needed chunks stay. Nothing is removed if the space would still be too small.
     """
     there = _list_chunk_files(directory)
-    held = sum(size for _, size, _ in there)
-    most = min(max_bytes, (shutil.disk_usage(directory).free + held) // DISK_DIVISOR)
+    used_bytes = sum(size for _, size, _ in there)
+    most = min(max_bytes, (shutil.disk_usage(directory).free + used_bytes) // DISK_DIVISOR)
     may_go = []
     for one in there:
         # A scratch file (`.DIGEST.PID.NUMBER`) of another process may be a leftover.
-        name, *begun = one[-1].name.removeprefix(".").split(".")
-        if name not in needed_chunks or (begun and begun[0] != str(os.getpid())):
+        name, *scratch_parts = one[-1].name.removeprefix(".").split(".")
+        if name not in needed_chunks or (scratch_parts and scratch_parts[0] != str(os.getpid())):
             may_go.append(one)
-    if wanted_bytes + held - sum(size for _, size, _ in may_go) > most:
+    if wanted_bytes + used_bytes - sum(size for _, size, _ in may_go) > most:
         return False
     for _, size, path in sorted(may_go):
-        if held + wanted_bytes <= most:
+        if used_bytes + wanted_bytes <= most:
             break
         path.unlink(missing_ok=True)
-        held -= size
+        used_bytes -= size
     return True
 
 

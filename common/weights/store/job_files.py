@@ -72,8 +72,10 @@ async def is_on_run_host(mesh: Mesh, path: Path) -> bool:
     found = await retry(mesh.clock, lambda: _look_up_run_host(mesh))
     if found is None or found.host == mesh.settings.host:
         return True
-    seen = found.is_visible_on
-    return await mesh.host.run_blocking(seen, mesh.settings.host, path, deadline_s=IO_TIMEOUT_S)
+    is_visible = found.is_visible_on
+    return await mesh.host.run_blocking(
+        is_visible, mesh.settings.host, path, deadline_s=IO_TIMEOUT_S
+    )
 
 
 async def is_run_host(mesh: Mesh) -> bool:
@@ -160,18 +162,18 @@ async def find_local_modules(mesh: Mesh, modules: str, bundle_digest: str) -> st
 
 def release_bundle(directory: Path) -> None:
     """Release one use of the bundle by this process."""
-    if held := _held_descriptors.get(str(directory)):
-        os.close(held.pop())
+    if descriptors := _held_descriptors.get(str(directory)):
+        os.close(descriptors.pop())
 
 
 async def _fetch_folder(mesh: Mesh, row: JobRow, directory: Path, folder: str) -> None:
-    bulk, run, asked = (
+    bulk, run, publication = (
         BulkClient(mesh),
         mesh.host.run_blocking,
         FilePublication(row.id, folders=[folder]),
     )
     scratch = directory / f"{FETCHING_PREFIX}{folder}.{mesh.random.hex_token(4)}"
-    files, since = await publish_files(mesh, asked), mesh.clock.monotonic()
+    files, since = await publish_files(mesh, publication), mesh.clock.monotonic()
 
     def appear() -> None:  # fails after a cancellation, once the scratch was removed
         fsync_tree(scratch)
@@ -180,10 +182,10 @@ async def _fetch_folder(mesh: Mesh, row: JobRow, directory: Path, folder: str) -
     try:
         for name, digest in files.items():
             if mesh.clock.monotonic() - since > PUBLICATION_MAX_AGE_S:
-                files, since = await publish_files(mesh, asked), mesh.clock.monotonic()
-            said = f"{name} of the bundle of {row.id}"
+                files, since = await publish_files(mesh, publication), mesh.clock.monotonic()
+            description = f"{name} of the bundle of {row.id}"
             path = scratch / name
-            about = mesh, bulk, digest, path, said
+            about = mesh, bulk, digest, path, description
             await fetch_file(*about, job=row.id, kind="bundle", space=PUBLISHED)
         await run(appear, deadline_s=IO_TIMEOUT_S)
     finally:
@@ -194,10 +196,10 @@ def _remove_folder(directory: Path) -> None:
     """Rename a folder before deleting it, so that a concurrent thread installs all of it or
     nothing.
     """
-    gone = directory.with_name(f"{REMOVED_PREFIX}{directory.name.lstrip('.')}")
+    renamed = directory.with_name(f"{REMOVED_PREFIX}{directory.name.lstrip('.')}")
     with suppress(FileNotFoundError):
-        directory.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+        directory.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def _remove_by_prefix(directory: Path, prefixes: str | tuple[str, ...]) -> None:
@@ -275,13 +277,13 @@ def evict_bundles(bundles: Path, max_bytes: int) -> None:
 def _remove_if_unused(directory: Path) -> bool:
     """Remove the bundle and return True if no process uses it."""
     # The marker moves too: processes that wait for it notice the move and start again.
-    aside = directory.with_name(f"{REMOVED_PREFIX}{directory.name}.{os.getpid()}")
+    renamed = directory.with_name(f"{REMOVED_PREFIX}{directory.name}.{os.getpid()}")
     with try_lock_file(directory / USED_MARKER) as nobody:
         if not nobody:
             return False
         try:
-            directory.rename(aside)
+            directory.rename(renamed)
         except FileNotFoundError:
             return False
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(renamed, ignore_errors=True)
     return True

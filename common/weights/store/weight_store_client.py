@@ -213,6 +213,6 @@ async def fetch_checkpoint(
     files = await publish_files(mesh, FilePublication(job, name, list(folders)))
     check_paths(files)
     for path, digest in files.items():
-        place, said = directory / path, f"{path} of checkpoint {name}"
-        about = mesh, bulk, digest, place, said
+        place, description = directory / path, f"{path} of checkpoint {name}"
+        about = mesh, bulk, digest, place, description
         await fetch_file(*about, job=job, kind="checkpoint", space=PUBLISHED)

@@ -57,14 +57,14 @@ class _BroadcastAttempt:
     def missing_chunks(self) -> dict[str, int]:
         """Chunks that at least one member is missing, with the size given by the first request."""
         found: dict[str, int] = {}
-        for asked, _ in self.requests:
-            found |= {d: size for d, size in asked.missing.items() if d not in found}
+        for request, _ in self.requests:
+            found |= {d: size for d, size in request.missing.items() if d not in found}
         return found
 
     def send_plan(self, plan: BroadcastPlan) -> None:
-        for rank, (_, told) in enumerate(self.requests, 1):
-            if not told.done():
-                told.set_result(replace(plan, rank=rank) if plan.rendezvous_url else plan)
+        for rank, (_, plan_future) in enumerate(self.requests, 1):
+            if not plan_future.done():
+                plan_future.set_result(replace(plan, rank=rank) if plan.rendezvous_url else plan)
 
 
 def make_store_opener(mesh: Mesh, bulk: BulkClient) -> OpenLocalStore:
@@ -108,9 +108,9 @@ class Broadcaster:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(consume_exception)
-        told: asyncio.Future[BroadcastPlan] = asyncio.get_running_loop().create_future()
-        attempt.requests.append((request, told))
-        return await told
+        plan_future: asyncio.Future[BroadcastPlan] = asyncio.get_running_loop().create_future()
+        attempt.requests.append((request, plan_future))
+        return await plan_future
 
     async def stop(self) -> None:
         """Cancel running broadcasts."""
@@ -150,29 +150,31 @@ class Broadcaster:
         here = await run(files_of_this_size, deadline_s=IO_TIMEOUT_S)
         if not here:
             return
-        able = torch.cuda.is_available() and all(asked.has_cuda for asked, _ in attempt.requests)
+        able = torch.cuda.is_available() and all(
+            request.has_cuda for request, _ in attempt.requests
+        )
         backend = ("nccl" if able else "gloo") if self._backend == "auto" else self._backend
         settings = mesh.settings
         where = choose_gloo_interface(settings)
         address = where.get("hostname") or find_address(where["interface"])
         with open_listener(address, parse_port_range(settings.bind)) as door:
-            told = BroadcastPlan(
+            plan = BroadcastPlan(
                 format_rendezvous_url(door, mesh.random.hex_token(16)),
                 [BroadcastSender(mesh.random.hex_token(8), here)],
                 world_size=len(attempt.requests) + 1,
                 backend=backend,
                 max_wait_s=MEMBER_TIMEOUT_S,
             )
-            sending = BroadcastSenderGroup(told, files, where)
+            sending = BroadcastSenderGroup(plan, files, where)
             store = await run(
                 open_rendezvous_store,
-                told.rendezvous_url,
-                told.world_size,
+                plan.rendezvous_url,
+                plan.world_size,
                 _MEMBER_TIMEOUT,
                 door,
                 deadline_s=MEMBER_TIMEOUT_S,
             )
-            attempt.send_plan(told)
+            attempt.send_plan(plan)
             try:
                 await run(sending.run, store, deadline_s=BROADCAST_TIMEOUT_S)
             finally:

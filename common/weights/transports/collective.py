@@ -174,10 +174,10 @@ class CollectiveTransport:
             await chunk_cache.free_space(
                 mesh, target_store, sum(lacking.values()), version.needed_chunks
             )
-            asked = BroadcastRequest(version.manifest_digest, lacking, torch.cuda.is_available())
-            told = await self._trainer.call(Trainer.join_broadcast, asked)
-            if told.rendezvous_url:
-                await self._receive_chunks(told, lacking, target_store)
+            request = BroadcastRequest(version.manifest_digest, lacking, torch.cuda.is_available())
+            plan = await self._trainer.call(Trainer.join_broadcast, request)
+            if plan.rendezvous_url:
+                await self._receive_chunks(plan, lacking, target_store)
 
     async def _receive_chunks(
         self, plan: BroadcastPlan, missing: dict[str, int], target_store: ChunkStore

@@ -84,15 +84,17 @@ class TransportSelector:
         return TransportChoice(usual, self._explain_no_change(usual, now, size_bytes, others), now)
 
     def _explain_no_change(self, usual: str, now: float, size: int, others: Sequence[str]) -> str:
-        said = []
+        reasons = []
         for way in others:
             known, then = self._record_of(way), self._record_of(way).predict_s(size)
             rests = known.cooldown_until - self.choice_count
-            told = f"{then:.3g} s by {way}" if then is not None else f"the rate of {way} is unknown"
-            said.append(
-                told + (f", which is paused for {rests} more versions" if rests >= 0 else "")
+            prediction = (
+                f"{then:.3g} s by {way}" if then is not None else f"the rate of {way} is unknown"
             )
-        return f"{now:.3g} s are predicted, " + "; ".join(said)
+            reasons.append(
+                prediction + (f", which is paused for {rests} more versions" if rests >= 0 else "")
+            )
+        return f"{now:.3g} s are predicted, " + "; ".join(reasons)
 
     def record_success(self, choice: TransportChoice, size_bytes: int, duration_s: float) -> str:
         """Record the duration of a choice; return the consequence as text."""
@@ -104,12 +106,12 @@ class TransportSelector:
             known.s_per_byte += weight * (measured - known.s_per_byte)
         if not choice.replaced_transport:
             return f"it took {duration_s:.3g} s"
-        told = f"it took {duration_s:.3g} s instead of {choice.replaced_predicted_s:.3g} s"
+        comparison = f"it took {duration_s:.3g} s instead of {choice.replaced_predicted_s:.3g} s"
         if duration_s <= (1 - MIN_ACTUAL_GAIN) * choice.replaced_predicted_s:
             self.current_transport, known.consecutive_failures = choice.transport, 0
-            return f"{told}: kept"
+            return f"{comparison}: kept"
         self._start_cooldown(choice.transport)
-        return f"{told}: undone"
+        return f"{comparison}: undone"
 
     def record_failure(self, choice: TransportChoice, reason: str) -> str:
         """Record that the chosen transport left chunks missing; return the consequence as text."""

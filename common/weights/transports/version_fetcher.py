@@ -73,15 +73,15 @@ class VersionFetcher:
         size = version.missing_bytes
         plain = self._pull_transport.name
         if self._mode == "pull" or self._mode in self._transports:
-            asked = plain if self._mode == "pull" else self._mode
-            choice = TransportChoice(asked, "set by rollout.weights")
+            transport = plain if self._mode == "pull" else self._mode
+            choice = TransportChoice(transport, "set by rollout.weights")
         else:
             bound = self._mesh.settings.rate_up or self._mesh.settings.rate_down
             fast = (
                 not bound and self.selector.rates_bytes_per_s().get(plain, 0.0) >= FAST_BYTES_PER_S
             )
             choice = self.selector.choose(size, list(self._transports) if fast else [plain])
-        way, why, left = self._transports[choice.transport], "", version
+        way, why, remaining = self._transports[choice.transport], "", version
         if way is self._pull_transport:
             await way.receive(version, target_store)
         else:
@@ -93,7 +93,7 @@ class VersionFetcher:
                 why = str(error)
             run = self._mesh.host.run_blocking
             lacking = await run(version.find_still_missing, target_store, deadline_s=IO_TIMEOUT_S)
-            left = replace(version, missing=lacking)
+            remaining = replace(version, missing=lacking)
             if lacking and not why:
                 why = f"{len(lacking)} of {len(version.missing)} chunks are missing"
         took_s = clock.monotonic() - began
@@ -102,8 +102,8 @@ class VersionFetcher:
         else:
             verdict = self.selector.record_success(choice, size, took_s)
         await self._publish_choice(version.job, choice, size, took_s, verdict)
-        if why and left.missing:
-            await self._pull_transport.receive(left, target_store)
+        if why and remaining.missing:
+            await self._pull_transport.receive(remaining, target_store)
 
     @property
     def last_report(self) -> dict[str, Any] | None:
@@ -114,7 +114,7 @@ class VersionFetcher:
         self, job: str, choice: TransportChoice, size: int, took_s: float, verdict: str
     ) -> None:
         changed = choice.transport != self._last_report.get("way")
-        told = {
+        report = {
             "way": choice.transport,
             "why": choice.reason,
             "verdict": verdict,
@@ -123,11 +123,11 @@ class VersionFetcher:
             "predicted_s": choice.predicted_s,
             "rates": {way: round(rate) for way, rate in self.selector.rates_bytes_per_s().items()},
         }
-        self._last_report = told
+        self._last_report = report
         if not changed and not choice.replaced_transport:
             return
         mesh = self._mesh
-        about = {"job": job, "process": mesh.name, "host": mesh.settings.host, **told}
+        about = {"job": job, "process": mesh.name, "host": mesh.settings.host, **report}
         mesh.telemetry.log.info("weights", **about)
         try:
             await events.append(mesh.state, TRANSPORT_EVENT, about)
@@ -149,15 +149,19 @@ class PullTransport:
         StorageFull.
         """
         about = self._mesh, self._bulk
-        made = await make_chunks_from_deltas(*about, version, target_store, self._rate_bytes_per_s)
-        wanted = [
-            MissingChunk(one, size) for one, size in version.missing.items() if one not in made
+        delta_chunks = await make_chunks_from_deltas(
+            *about, version, target_store, self._rate_bytes_per_s
+        )
+        missing_chunks = [
+            MissingChunk(one, size)
+            for one, size in version.missing.items()
+            if one not in delta_chunks
         ]
         pulled = await pull_chunks(
             *about,
-            wanted,
+            missing_chunks,
             target_store,
-            made_chunks=made,
+            made_chunks=delta_chunks,
             needed_chunks=version.needed_chunks,
             job=version.job,
         )

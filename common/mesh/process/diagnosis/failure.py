@@ -91,9 +91,9 @@ class Failure:
         return {"type": self.type, "text": self.text, "where": self.where, "fix": self.fix}
 
     def __str__(self) -> str:
-        told = f"{self.type}: {self.text}" if self.text else self.type
-        told = f"{told} (at {self.where})" if self.where else told
-        return f"{told}. {self.fix}" if self.fix else told
+        text = f"{self.type}: {self.text}" if self.text else self.type
+        text = f"{text} (at {self.where})" if self.where else text
+        return f"{text}. {self.fix}" if self.fix else text
 
 
 def format_failure(fields: dict[str, Any]) -> str:
@@ -125,8 +125,8 @@ def locate_error(error: BaseException) -> str:
         return ""
     last = (own or frames)[-1]
     path = Path(last.filename)
-    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    return f"{shown}:{last.lineno}"
+    display_path = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    return f"{display_path}:{last.lineno}"
 
 
 def failure_path(log: Path) -> Path:

@@ -58,9 +58,9 @@ def measure_free_space(directory: Path) -> FreeSpace:
     there = next(place for place in (directory, *directory.absolute().parents) if place.is_dir())
     found = os.statvfs(there)
     groups = (
-        left
+        free_bytes
         for place in list_control_groups("memory")
-        if (left := read_group_free_bytes(place)) is not None
+        if (free_bytes := read_group_free_bytes(place)) is not None
     )
     return FreeSpace(
         min([_read_kib_as_bytes("/proc/meminfo", "MemAvailable"), *groups]),
@@ -166,11 +166,11 @@ def explain_memory_limit() -> str:
         )
     if group := _explain_group_memory():
         return group
-    left, there = (
+    available, there = (
         _read_kib_as_bytes("/proc/meminfo", name) for name in ("MemAvailable", "MemTotal")
     )
     return (
-        f"The host has {_format_size(left)} of {_format_size(there)} of memory left: use a "
+        f"The host has {_format_size(available)} of {_format_size(there)} of memory left: use a "
         "smaller model, fewer processes or more memory"
     )
 

@@ -184,8 +184,8 @@ class ProcessGuard:
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                self._record_exit(*ended)
+            while (exited := os.waitpid(-1, os.WNOHANG))[0]:
+                self._record_exit(*exited)
 
     def _record_exit(self, pid: int, status: int) -> None:
         if pid == self._child:

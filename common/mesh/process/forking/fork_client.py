@@ -168,13 +168,13 @@ class ForkedProcess:
         """
         if self._status is None and self._connection is not None:
             try:
-                told = self._connection.recv(MAX_REQUEST_BYTES)
+                report = self._connection.recv(MAX_REQUEST_BYTES)
             except BlockingIOError:
                 return None
             except OSError:
-                told = b""
-            if told:
-                self._status = int(json.loads(told)["status"])
+                report = b""
+            if report:
+                self._status = int(json.loads(report)["status"])
             self.close()
         return self._status
 

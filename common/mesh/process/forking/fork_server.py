@@ -128,9 +128,9 @@ class ForkServer:
             )
         if request.executable != sys.executable:
             raise ValueError(f"this interpreter is {sys.executable}")
-        wanted = select_load_time_variables(request.environment)
-        if wanted != self._environment:
-            differ = sorted(dict(wanted.items() ^ self._environment.items()))
+        requested = select_load_time_variables(request.environment)
+        if requested != self._environment:
+            differ = sorted(dict(requested.items() ^ self._environment.items()))
             raise ValueError(f"the environment differs from the fork server's: {differ}")
 
     def _report_exits(self) -> None:
@@ -140,11 +140,11 @@ class ForkServer:
         """
         os.read(self._wakeup_fd, 1 << 16)
         with contextlib.suppress(ChildProcessError):  # no more children
-            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            while exited := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 with contextlib.suppress(ProcessLookupError):  # it exited before it had a session
-                    os.killpg(ended.si_pid, signal.SIGKILL)
-                _, status = os.waitpid(ended.si_pid, 0)
-                owner = self._connections.pop(ended.si_pid)
+                    os.killpg(exited.si_pid, signal.SIGKILL)
+                _, status = os.waitpid(exited.si_pid, 0)
+                owner = self._connections.pop(exited.si_pid)
                 send_answer(owner, {"status": os.waitstatus_to_exitcode(status)})
                 owner.close()
 

@@ -80,16 +80,16 @@ def wait_for_start(connection: socket.socket) -> bool:
 def reset_descriptors(descriptors: Mapping[str, int], connection: socket.socket) -> None:
     """Tie the process to its owner, and close all descriptors that were not passed to it."""
     os.fchdir(descriptors["cwd"])
-    kept = {0, 1, 2, connection.fileno(), descriptors.get("channel", 0)}
+    retained = {0, 1, 2, connection.fileno(), descriptors.get("channel", 0)}
     if "death" in descriptors:
-        kept.add(die_with_pipe(descriptors["death"]))
+        retained.add(die_with_pipe(descriptors["death"]))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(descriptors["stdout"], 1)
     os.dup2(descriptors["stderr"], 2)
-    for number in {int(name) for name in os.listdir("/proc/self/fd")} - kept:
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} - retained:
         with contextlib.suppress(OSError):  # the descriptor of the listing
             os.close(number)
-    for number in kept - {0, 1, 2}:
+    for number in retained - {0, 1, 2}:
         os.set_inheritable(number, False)
 
 
@@ -123,9 +123,9 @@ def overwrite_words(fields: list[int], index: int, words: Iterable[str]) -> None
     start, end = fields[index], fields[index + 1]
     content = b""
     for word in words:
-        ended = os.fsencode(word) + b"\0"
-        if len(content) + len(ended) < end - start:
-            content += ended
+        terminated = os.fsencode(word) + b"\0"
+        if len(content) + len(terminated) < end - start:
+            content += terminated
     ctypes.memmove(start, content, len(content))
     ctypes.memset(start + len(content), 0, end - start - len(content))
 

@@ -77,8 +77,10 @@ def rotate_if_long(fd: int, max_bytes: int = MAX_LOG_BYTES) -> bool:
         path = os.readlink(f"/proc/self/fd/{fd}")
         deleted = _save_previous(path, about)
         os.ftruncate(fd, 0)
-        kept = os.path.basename(path) + PREVIOUS_SUFFIX
-        line = f"[meshrl: this log continues {kept}; {deleted} earlier bytes were deleted]\n"
+        previous_name = os.path.basename(path) + PREVIOUS_SUFFIX
+        line = (
+            f"[meshrl: this log continues {previous_name}; {deleted} earlier bytes were deleted]\n"
+        )
         os.write(fd, line.encode())
         return True
     finally:

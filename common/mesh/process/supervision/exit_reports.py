@@ -105,8 +105,8 @@ def compose_advice(report: ExitReport, restart: str) -> str:
         )
     if report.log:
         text += f". Its log: {report.log}"
-        if restart != "never" and (said := read_log_end(Path(report.log))):
-            text += f" ends: {said}"
+        if restart != "never" and (log_end := read_log_end(Path(report.log))):
+            text += f" ends: {log_end}"
     return text
 
 

@@ -90,5 +90,7 @@ class LeaseWatch:
         """Return the children whose leases have ended."""
         children = {child.name: child for child in self._children()}
         known = await registry.lookup_all(self._state, list(children)) if children else {}
-        gone = {(entry.name, entry.host, entry.pid) for entry in known.values() if not entry.alive}
-        return [c for c in children.values() if (c.name, self._host, c.pid) in gone]
+        expired = {
+            (entry.name, entry.host, entry.pid) for entry in known.values() if not entry.alive
+        }
+        return [c for c in children.values() if (c.name, self._host, c.pid) in expired]

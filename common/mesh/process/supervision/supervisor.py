@@ -272,8 +272,8 @@ class Supervisor:
                 end = await self._wait_for_exit(running, running.child)
                 if running.is_stopping:
                     return
-                ended, running.child = running.child, None
-                await _run_hook(self._hooks.on_exit(ended, end))
+                exited_child, running.child = running.child, None
+                await _run_hook(self._hooks.on_exit(exited_child, end))
             if not await self._restart_or_give_up(running, end):
                 return
 
@@ -299,12 +299,14 @@ class Supervisor:
         Returns True if its watcher continues.
         """
         spec, why = running.spec, end.description
-        wanted = spec.restart == "always" or (spec.restart == "on_failure" and end.code != 0)
-        wanted = wanted and not end.final
+        should_restart = spec.restart == "always" or (
+            spec.restart == "on_failure" and end.code != 0
+        )
+        should_restart = should_restart and not end.final
         now = self._clock.monotonic()
         lasting_s = running.restarts.record_exit(end.cause, now - running.started_at, now)
-        delay = running.restarts.next_delay(now) if wanted else None
-        if delay is None and wanted:
+        delay = running.restarts.next_delay(now) if should_restart else None
+        if delay is None and should_restart:
             why = f"{why}; {running.restarts.exhaustion_reason}"
             try:
                 absolved = await self._hooks.should_reset_budget(

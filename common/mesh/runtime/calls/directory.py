@@ -114,8 +114,8 @@ class ActorDirectory:
             task = asyncio.create_task(registry.lookup(self._state, name), name=f"look up {name}")
             self._lookups[name] = task
             task.add_done_callback(lambda _: self._lookups.pop(name, None))
-        left = max(deadline - self._clock.monotonic(), 0.001)
-        async with self._clock.timeout(left, f"looking up {name}"):
+        remaining_s = max(deadline - self._clock.monotonic(), 0.001)
+        async with self._clock.timeout(remaining_s, f"looking up {name}"):
             return await asyncio.shield(task)
 
     async def find_dead(self, routes: Iterable[Route]) -> list[Route]:

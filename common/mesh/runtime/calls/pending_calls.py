@@ -188,8 +188,8 @@ def decode_reported_error(frames: list[Frame], actor: str) -> MeshError:
     except BadMessage as error:
         return error
     except Exception as error:
-        said = f"an error from {actor} cannot be decoded: {type(error).__name__}: {error}"
-        return BadMessage(said, where=actor)
+        description = f"an error from {actor} cannot be decoded: {type(error).__name__}: {error}"
+        return BadMessage(description, where=actor)
 
 
 def make_peer_lost(route: Route, method: Method[Any]) -> PeerLost:

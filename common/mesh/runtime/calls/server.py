@@ -193,12 +193,12 @@ class RequestServer:
         if len(frames) > 2:
             check_sizes(frames)
         request = decode(entry.method.request, frames[1], frames[2:])
-        seen = self._seen_ids.get(sender)
-        if seen is None:
+        known_ids = self._seen_ids.get(sender)
+        if known_ids is None:
             if len(self._seen_ids) >= REMEMBERED_SENDERS:
                 del self._seen_ids[next(iter(self._seen_ids))]
-            seen = self._seen_ids[sender] = _SeenIds()
-        if seen.is_repeated(call_id):
+            known_ids = self._seen_ids[sender] = _SeenIds()
+        if known_ids.is_repeated(call_id):
             self._telemetry.count("repeated_requests")
             return
         adopt_trace(trace)

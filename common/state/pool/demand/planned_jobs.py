@@ -111,5 +111,9 @@ def collect_measurements(
         merge_lengths(
             [decode_lengths(p.stats["lengths"]) for p in processes if p.stats.get("lengths")]
         ),
-        {told["kind"]["name"]: told for p in processes if (told := p.stats.get("profile"))},
+        {
+            profile["kind"]["name"]: profile
+            for p in processes
+            if (profile := p.stats.get("profile"))
+        },
     )

@@ -90,11 +90,11 @@ def drop_infeasible_degrees(
     """
     if len(requirements.tensor_parallel) == 1:
         return requirements
-    alike = Counter((worker.host, worker.budget) for worker in workers)
+    worker_counts = Counter((worker.host, worker.budget) for worker in workers)
     degrees = tuple(
         d
         for d in requirements.tensor_parallel
-        if _count_host_workers_with_room(requirements, alike, d) >= d
+        if _count_host_workers_with_room(requirements, worker_counts, d) >= d
     )
     if not degrees or degrees == requirements.tensor_parallel:
         return requirements
@@ -134,10 +134,10 @@ def explain_too_few_workers(
             and not (turns and requirements.can_time_slice),
             "1 for its frozen models": requirements.needs_scoring,
         }
-        parts = ", ".join(role for role, wanted in roles.items() if wanted)
-        asked = "pool.workers.least" if requirements.min_workers == least else parts
+        parts = ", ".join(role for role, is_needed in roles.items() if is_needed)
+        reason = "pool.workers.least" if requirements.min_workers == least else parts
         return (
-            f"the job needs {least} workers ({asked}), but this mesh has {total}: start a mesh "
+            f"the job needs {least} workers ({reason}), but this mesh has {total}: start a mesh "
             f"with `meshrl up --workers {least}`, or, if this one has lost workers, run `meshrl "
             "resume RUN`"
         )
@@ -174,9 +174,9 @@ def explain_too_little_memory(
             estimate_accelerator_bytes(Role.TRAINING, True, requirements.ranks, requirements),
         )
     ]
-    alike = Counter((worker.host, worker.budget) for worker in workers)
+    worker_counts = Counter((worker.host, worker.budget) for worker in workers)
     if requirements.needs_rollout and not any(
-        _count_host_workers_with_room(requirements, alike, d) >= d
+        _count_host_workers_with_room(requirements, worker_counts, d) >= d
         for d in requirements.tensor_parallel
     ):
         count = requirements.tensor_parallel[
@@ -217,10 +217,10 @@ def explain_no_common_location(
     hosts = Counter((settings.get_gang_location(worker), worker.host) for worker in workers)
     places = Counter(map(settings.get_gang_location, workers))
     for (place, _), count in hosts.items():
-        left = places - Counter({place: requirements.smallest_engine})
+        remaining = places - Counter({place: requirements.smallest_engine})
         if (
             count >= requirements.smallest_engine
-            and max(left.values(), default=0) >= requirements.ranks
+            and max(remaining.values(), default=0) >= requirements.ranks
         ):
             return ""
     sizes = ", ".join(str(count) for count in sorted(hosts.values(), reverse=True))

@@ -61,22 +61,22 @@ def explain_unplaced_service(
 
     Empty if there are no hosts yet.
     """
-    said = []
+    reasons = []
     for host in hosts:
         if host.drain_reason == HOST_LEFT:
             continue
         why = explain_rejected_service(host, kind, requirements)
         away = "drains" if host.alive and host.drain_reason else "is away"
-        said.append(f"{host.name} {why or f'accepts them, but {away}'}")
-    if not said:
+        reasons.append(f"{host.name} {why or f'accepts them, but {away}'}")
+    if not reasons:
         return ""
     inside = (
         f" with sandbox.tier = {requirements.isolation_tier}"
         if kind == "sandbox" and requirements.isolation_tier
         else ""
     )
-    more = f"; and {len(said) - MAX_NAMED_HOSTS} more" if len(said) > MAX_NAMED_HOSTS else ""
+    more = f"; and {len(reasons) - MAX_NAMED_HOSTS} more" if len(reasons) > MAX_NAMED_HOSTS else ""
     return (
         f"no host accepts its {SERVICE_NAMES[kind]}{inside} now: "
-        f"{'; '.join(said[:MAX_NAMED_HOSTS])}{more}"
+        f"{'; '.join(reasons[:MAX_NAMED_HOSTS])}{more}"
     )

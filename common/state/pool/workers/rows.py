@@ -139,8 +139,8 @@ class Instance:
     def detail(self) -> str:
         """First detail reported by the ranks in `phase`."""
         far = self.phase
-        told = (r.detail for r in self.reports.values() if r.phase == self._rank_phase(r) == far)
-        return next(filter(None, told), "")
+        details = (r.detail for r in self.reports.values() if r.phase == self._rank_phase(r) == far)
+        return next(filter(None, details), "")
 
     def _rank_phase(self, report: InstanceReport | None) -> InstancePhase:
         """Return a rank's phase; a report on an earlier desired state says nothing about this
