@@ -1,5 +1,6 @@
-// Low-rank adapters beside the base model: what rows that ask for one get added to the products of
-// a layer's matrices (LoRA, arXiv 2106.09685). Rows of one adapter lie side by side in a step.
+// Low-rank adapters of the base model (LoRA, arXiv 2106.09685). Each row of a step may use an
+// adapter, whose delta is added to the products of a layer's matrices. Rows of one adapter are
+// contiguous.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -9,12 +10,13 @@
 
 namespace meshrl {
 
-// The matrices that adapters change; as common/generation/batch/adapter_deltas.py orders them.
+// Matrices that adapters change, in the order of common/generation/batch/adapter_deltas.py.
 enum Target { kToQkv, kToOutput, kToGateUp, kToDown, kTargets };
 
-// W acts as W + b a: a [ranks, inputs], b [outputs, ranks]. Without ranks there is no change.
+// Delta b a of a matrix W: a [ranks, inputs], b [outputs, ranks]. It is empty if there are no
+// ranks.
 template <class T>
-struct LowRank {
+struct LowRankDelta {
   Matrix<T> a, b;
   bool empty() const { return a.outputs == 0; }
 };
@@ -22,114 +24,117 @@ struct LowRank {
 template <class T>
 class Adapter {
  public:
-  explicit Adapter(int64_t layers) : changes_(layers * kTargets) {}
+  explicit Adapter(int64_t layers) : deltas_(layers * kTargets) {}
 
-  LowRank<T>& of(int64_t layer, int64_t target) { return changes_[layer * kTargets + target]; }
-  const LowRank<T>& of(int64_t layer, int64_t target) const {
-    return changes_[layer * kTargets + target];
+  LowRankDelta<T>& delta(int64_t layer, int64_t target) {
+    return deltas_[layer * kTargets + target];
+  }
+  const LowRankDelta<T>& delta(int64_t layer, int64_t target) const {
+    return deltas_[layer * kTargets + target];
   }
 
-  // Allocates what has been shaped, all zeros. False: no memory.
-  bool place() {
+  // Allocates all shaped matrices, filled with zeros. Returns false if memory runs out.
+  bool allocate() {
     int64_t elements = 0;
-    for (LowRank<T>& change : changes_) elements += change.a.elements() + change.b.elements();
+    for (LowRankDelta<T>& delta : deltas_) elements += delta.a.elements() + delta.b.elements();
     if (!weights_.resize(elements)) return false;
-    T* at = weights_.at();
-    for (LowRank<T>& change : changes_)
-      for (Matrix<T>* matrix : {&change.a, &change.b}) {
-        matrix->place(at);
+    T* at = weights_.data();
+    for (LowRankDelta<T>& delta : deltas_)
+      for (Matrix<T>* matrix : {&delta.a, &delta.b}) {
+        matrix->set_storage(at);
         at += matrix->elements();
-        widest_ = std::max(widest_, change.a.outputs);
+        max_rank_ = std::max(max_rank_, delta.a.outputs);
       }
     return true;
   }
 
-  int64_t widest() const { return widest_; }  // ranks of one change, at most
+  int64_t max_rank() const { return max_rank_; }  // maximum rank of a delta
 
  private:
-  std::vector<LowRank<T>> changes_;  // [layers, kTargets]
+  std::vector<LowRankDelta<T>> deltas_;  // [layers, kTargets]
   Buffer<T> weights_;
-  int64_t widest_ = 0;
+  int64_t max_rank_ = 0;
 };
 
-// Rows that follow each other in a step and share an adapter; nullptr: they have none.
+// Contiguous rows of a step that share an adapter; nullptr: the base model alone.
 template <class T>
-struct Stretch {
+struct AdapterRows {
   int64_t first, rows;
   const Adapter<T>* adapter;
 };
 
-// The adapters that are loaded, each in a place from 1 on, and the products with them.
+// Loaded adapters by index, from 1 on, and the products of a step's rows with them.
 template <class T>
 class Adapters {
  public:
-  // A change of an adapter takes effect as a whole: what is loaded goes into a new one, which then
-  // takes its place.
-  void begin(int64_t layers) { coming_ = std::make_unique<Adapter<T>>(layers); }
-  Adapter<T>& coming() { return *coming_; }
-  void commit(int64_t place) {
-    if (place >= static_cast<int64_t>(loaded_.size())) loaded_.resize(place + 1);
-    loaded_[place] = std::move(coming_);
+  // An update replaces an adapter as a whole: the caller fills a pending adapter and commits it.
+  void begin(int64_t layers) { pending_ = std::make_unique<Adapter<T>>(layers); }
+  Adapter<T>& pending() { return *pending_; }
+  void commit(int64_t index) {
+    if (index >= static_cast<int64_t>(committed_.size())) committed_.resize(index + 1);
+    committed_[index] = std::move(pending_);
   }
-  void drop(int64_t place) {
-    if (place < static_cast<int64_t>(loaded_.size())) loaded_[place].reset();
+  void drop(int64_t index) {
+    if (index < static_cast<int64_t>(committed_.size())) committed_[index].reset();
   }
-  const Adapter<T>* at(int64_t place) const {
-    return place < static_cast<int64_t>(loaded_.size()) ? loaded_[place].get() : nullptr;
+  const Adapter<T>* find(int64_t index) const {
+    return index < static_cast<int64_t>(committed_.size()) ? committed_[index].get() : nullptr;
   }
 
-  // Whose rows the next step has, in order: `place(row)` is the place of each.
-  template <class Place>
-  bool arrange(int64_t rows, Place&& place) {
-    stretches_.clear();
-    changes_ = false;
-    int64_t widest = 0;
+  // Sets the adapter of each row of the next step; `get_index(row)` returns its index, 0 for none.
+  // Returns false if memory runs out.
+  template <class GetIndex>
+  bool assign_rows(int64_t rows, GetIndex&& get_index) {
+    row_ranges_.clear();
+    has_adapters_ = false;
+    int64_t max_rank = 0;
     for (int64_t r = 0; r < rows; r++) {
-      const Adapter<T>* adapter = at(place(r));
-      if (stretches_.empty() || stretches_.back().adapter != adapter)
-        stretches_.push_back({r, 0, adapter});
-      stretches_.back().rows++;
-      if (adapter != nullptr) changes_ = true, widest = std::max(widest, adapter->widest());
+      const Adapter<T>* adapter = find(get_index(r));
+      if (row_ranges_.empty() || row_ranges_.back().adapter != adapter)
+        row_ranges_.push_back({r, 0, adapter});
+      row_ranges_.back().rows++;
+      if (adapter != nullptr)
+        has_adapters_ = true, max_rank = std::max(max_rank, adapter->max_rank());
     }
-    if (!changes_ || rows * widest <= room_) return true;
-    room_ = 0;
-    if (!narrow_.resize(rows * widest) || !inputs_.resize(rows * widest)) return false;
-    room_ = rows * widest;
+    if (!has_adapters_ || rows * max_rank <= capacity_) return true;
+    capacity_ = 0;
+    if (!low_rank_.resize(rows * max_rank) || !low_rank_act_.resize(rows * max_rank)) return false;
+    capacity_ = rows * max_rank;
     return true;
   }
 
-  // Whether a row of the step has an adapter that changes this matrix.
-  bool change(int64_t layer, Target target) const {
-    if (!changes_) return false;
-    for (const Stretch<T>& stretch : stretches_)
-      if (stretch.adapter != nullptr && !stretch.adapter->of(layer, target).empty()) return true;
+  // Returns true if an adapter of the step changes this matrix.
+  bool has_delta(int64_t layer, Target target) const {
+    if (!has_adapters_) return false;
+    for (const AdapterRows<T>& range : row_ranges_)
+      if (range.adapter != nullptr && !range.adapter->delta(layer, target).empty()) return true;
     return false;
   }
 
-  // y [rows, outputs] += x [rows, inputs] a^T b^T, each row by its adapter.
+  // Computes y [rows, outputs] += x [rows, inputs] a^T b^T, with each row's adapter.
   void add(int64_t layer, Target target, const Act<T>* x, float* y) {
-    if (!changes_) return;
-    for (const Stretch<T>& stretch : stretches_) {
-      if (stretch.adapter == nullptr) continue;
-      const LowRank<T>& change = stretch.adapter->of(layer, target);
-      if (change.empty()) continue;
-      multiply(x + stretch.first * change.a.inputs, stretch.rows, change.a, nullptr, false,
-               narrow_.at());
-      for (int64_t i = 0; i < stretch.rows * change.a.outputs; i += kLanes)
-        store_act(inputs_.at() + i, load(narrow_.at() + i));
-      multiply(inputs_.at(), stretch.rows, change.b, nullptr, true,
-               y + stretch.first * change.b.outputs);
+    if (!has_adapters_) return;
+    for (const AdapterRows<T>& range : row_ranges_) {
+      if (range.adapter == nullptr) continue;
+      const LowRankDelta<T>& delta = range.adapter->delta(layer, target);
+      if (delta.empty()) continue;
+      multiply(x + range.first * delta.a.inputs, range.rows, delta.a, nullptr, false,
+               low_rank_.data());
+      for (int64_t i = 0; i < range.rows * delta.a.outputs; i += kLanes)
+        store_act(low_rank_act_.data() + i, load(low_rank_.data() + i));
+      multiply(low_rank_act_.data(), range.rows, delta.b, nullptr, true,
+               y + range.first * delta.b.outputs);
     }
   }
 
  private:
-  std::vector<std::unique_ptr<Adapter<T>>> loaded_;
-  std::unique_ptr<Adapter<T>> coming_;
-  std::vector<Stretch<T>> stretches_;
-  bool changes_ = false;  // some row of the step has an adapter
-  int64_t room_ = 0;      // elements that these hold
-  Buffer<float> narrow_;
-  Buffer<Act<T>> inputs_;
+  std::vector<std::unique_ptr<Adapter<T>>> committed_;
+  std::unique_ptr<Adapter<T>> pending_;
+  std::vector<AdapterRows<T>> row_ranges_;
+  bool has_adapters_ = false;  // a row of the step has an adapter
+  int64_t capacity_ = 0;       // capacity of the two buffers, in elements
+  Buffer<float> low_rank_;
+  Buffer<Act<T>> low_rank_act_;
 };
 
 }  // namespace meshrl

@@ -1,6 +1,7 @@
-// Moves rows into a bucket's buffers and back, and tokens into the paged cache, on a GPU.
+// GPU kernels that copy rows into a bucket's buffers and back, and tokens into the paged cache.
 //
-// Indices are read on the device and grids depend on shapes alone: a CUDA graph may hold them.
+// Kernels read indices on the device, and grids depend on shapes alone. So a CUDA graph can capture
+// them.
 #include <assert.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -9,9 +10,9 @@ namespace {
 
 constexpr int kBlock = 16;  // tokens of a cache block
 constexpr int kThreads = 256;
-constexpr int64_t kMostChunks = 64;  // thread blocks that share a row
+constexpr int64_t kMaxChunks = 64;  // maximum of thread blocks per row
 
-// Grid: lanes, chunks of a row. Rows are `words` words wide.
+// Grid: (lanes, chunks of a row). A row has `words` words.
 template <class Word>
 __global__ void pack(const Word* rows, const int64_t* index, int64_t n, int64_t words,
                      Word* packed) {
@@ -37,7 +38,7 @@ template <class Word>
 void move_rows(bool into_bucket, const void* from, const int64_t* index, int64_t b, int64_t n,
                int64_t row_bytes, void* to, cudaStream_t stream) {
   const int64_t words = row_bytes / sizeof(Word), chunks = (words + kThreads - 1) / kThreads;
-  const dim3 grid(b, chunks < kMostChunks ? chunks : kMostChunks);
+  const dim3 grid(b, chunks < kMaxChunks ? chunks : kMaxChunks);
   auto* source = static_cast<const Word*>(from);
   auto* target = static_cast<Word*>(to);
   if (into_bucket)
@@ -46,8 +47,8 @@ void move_rows(bool into_bucket, const void* from, const int64_t* index, int64_t
     scatter<Word><<<grid, kThreads, 0, stream>>>(source, index, n, words, target);
 }
 
-// Grid: tokens, key-value heads; a thread is a feature. kTogether as in simd.h.
-template <class T, int kTogether>
+// Grid: (tokens, key-value heads); one thread per feature. kInterleave as in simd.h.
+template <class T, int kInterleave>
 __global__ void write(T* keys, T* values, const T* new_keys, const T* new_values,
                       const int32_t* table, const int64_t* positions, int64_t blocks,
                       int table_width) {
@@ -59,16 +60,16 @@ __global__ void write(T* keys, T* values, const T* new_keys, const T* new_values
   const int at = position % kBlock, d = threadIdx.x, width = blockDim.x;
   const int64_t from = (static_cast<int64_t>(blockIdx.x) * gridDim.y + blockIdx.y) * width + d;
   const int64_t head = (block * gridDim.y + blockIdx.y) * kBlock * width;
-  keys[head + (d / kTogether * kBlock + at) * kTogether + d % kTogether] = new_keys[from];
-  values[head + (at / kTogether * width + d) * kTogether + at % kTogether] = new_values[from];
+  keys[head + (d / kInterleave * kBlock + at) * kInterleave + d % kInterleave] = new_keys[from];
+  values[head + (at / kInterleave * width + d) * kInterleave + at % kInterleave] = new_values[from];
 }
 
 }  // namespace
 
-// Each answers a cudaError_t; all is contiguous.
+// Each function returns a cudaError_t. All tensors are contiguous.
 extern "C" {
 
-// pack: [n, row_bytes] -> [b, row_bytes]; scatter (into_bucket 0): the other way.
+// Packs [n, row_bytes] into [b, row_bytes] if into_bucket is 1, else scatters [b, ..] into [n, ..].
 int bucket_launch(int into_bucket, const void* from, const int64_t* index, int64_t b, int64_t n,
                   int64_t row_bytes, void* to, void* stream) {
   const uintptr_t all = reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) |
@@ -80,13 +81,13 @@ int bucket_launch(int into_bucket, const void* from, const int64_t* index, int64
   return cudaGetLastError();
 }
 
-int paged_write_launch(int narrow, void* keys, void* values, const void* new_keys,
+int paged_write_launch(int is_bf16, void* keys, void* values, const void* new_keys,
                        const void* new_values, const int32_t* table, const int64_t* positions,
                        int64_t n, int width, int64_t blocks, int kv_heads, int table_width,
                        void* stream) {
   const dim3 grid(n, kv_heads);
   const auto on = static_cast<cudaStream_t>(stream);
-  if (narrow)
+  if (is_bf16)
     write<uint16_t, 2><<<grid, width, 0, on>>>(
         static_cast<uint16_t*>(keys), static_cast<uint16_t*>(values),
         static_cast<const uint16_t*>(new_keys), static_cast<const uint16_t*>(new_values), table,

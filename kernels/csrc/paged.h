@@ -1,7 +1,7 @@
-// Attention over the paged cache of attention.h, and the writing of it, for rows that lie as tensors.
+// Attention over the paged cache of attention.h, and writes to that cache, with tensors of rows.
 //
-// Everything here is contiguous, in float or in bf16; a function answers kDone, or kOutOfRange
-// before it has read or written what does not exist.
+// Tensors are contiguous, in float or bf16. A function returns kDone, or kOutOfRange before it
+// accesses an element out of range.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -13,18 +13,10 @@ namespace meshrl {
 
 constexpr int kDone = 0, kNoMemory = 1, kOutOfRange = 2;  // as kernels/backends/native.py
 
-inline Vec load_wide(const float* p) { return load(p); }
-inline Vec load_wide(const bf16* p) {
-  typedef uint16_t Narrow __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
-  return (Vec)(__builtin_convertvector(*reinterpret_cast<const Narrow*>(p), IntVec) << 16);
-}
-
-inline float widened(float x) { return x; }
-inline float widened(bf16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float wide;
-  memcpy(&wide, &bits, 4);
-  return wide;
+inline Vec load_float(const float* p) { return load(p); }
+inline Vec load_float(const bf16* p) {
+  typedef uint16_t Bf16Vec __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+  return (Vec)(__builtin_convertvector(*reinterpret_cast<const Bf16Vec*>(p), IntVec) << 16);
 }
 
 inline void put(float* p, float x) { *p = x; }
@@ -37,8 +29,8 @@ inline bool is_finite(float x) {
 }
 inline bool is_finite(bf16 x) { return (x & 0x7f80) != 0x7f80; }
 
-// Attention of consecutive rows of one sequence, as many queries of a head at a time as
-// attention.h takes: a group that it has no size for is filled up with copies of its last query.
+// Attention of consecutive rows of one sequence, up to kMaxQueries queries of a head at a time. If
+// attention.h has no kernel for a group's size, copies of its last query fill the group.
 template <class T>
 class Attention {
  public:
@@ -50,19 +42,19 @@ class Attention {
         window_(window),
         scale_(scale) {}
 
-  // queries, out [rows, heads, width]; row r sees the first `seen` + r tokens of the context, of
-  // those the last `window` (0: all).
-  void attend(const T* queries, int64_t rows, int64_t seen, const Context<T>& context, T* out) {
-    for (int64_t first = 0; first < rows * shared_; first += kMostQueries) {
-      const int64_t wanted = std::min<int64_t>(kMostQueries, rows * shared_ - first);
-      int64_t count = wanted;
-      while (!is_count(count)) count++;
-      gather(queries, first, wanted, count, seen);
+  // Computes attention of queries [rows, heads, width] into `out`. Row r attends to the first
+  // `visible` + r tokens of the context, limited to the last `window` of them (0: all).
+  void attend(const T* queries, int64_t rows, int64_t visible, const Context<T>& context, T* out) {
+    for (int64_t first = 0; first < rows * shared_; first += kMaxQueries) {
+      const int64_t num_queries = std::min<int64_t>(kMaxQueries, rows * shared_ - first);
+      int64_t count = num_queries;
+      while (!has_count_kernel(count)) count++;
+      gather(queries, first, num_queries, count, visible);
       attend_any<T>(width_, count, packed_.data(), context, visible_.data(), window_,
                     targets_.data(), scratch_);
       for (int64_t h = 0; h < kv_heads_; h++)
-        for (int64_t q = 0; q < wanted; q++) {
-          T* to = out + place(h, first + q);
+        for (int64_t q = 0; q < num_queries; q++) {
+          T* to = out + query_offset(h, first + q);
           const float* from = targets_[h * count + q];
           for (int64_t d = 0; d < width_; d++) put(to + d, from[d]);
         }
@@ -70,21 +62,22 @@ class Attention {
   }
 
  private:
-  // Where query `query` of key-value head h lies in [rows, heads, width].
-  int64_t place(int64_t h, int64_t query) const {
+  // Returns the offset of query `query` of key-value head h in [rows, heads, width].
+  int64_t query_offset(int64_t h, int64_t query) const {
     return (query / shared_ * heads_ + h * shared_ + query % shared_) * width_;
   }
 
-  void gather(const T* queries, int64_t first, int64_t wanted, int64_t count, int64_t seen) {
+  void gather(const T* queries, int64_t first, int64_t num_queries, int64_t count,
+              int64_t visible) {
     packed_.resize(kv_heads_ * count * width_), mixed_.resize(kv_heads_ * count * width_);
     targets_.resize(kv_heads_ * count), visible_.resize(count);
     for (int64_t i = 0; i < kv_heads_ * count; i++) {
-      const int64_t query = first + std::min(i % count, wanted - 1);
-      const T* from = queries + place(i / count, query);
+      const int64_t query = first + std::min(i % count, num_queries - 1);
+      const T* from = queries + query_offset(i / count, query);
       for (int64_t d = 0; d < width_; d += kLanes)
-        store_act(packed_.data() + i * width_ + d, load_wide(from + d) * scale_);
+        store_act(packed_.data() + i * width_ + d, load_float(from + d) * scale_);
       targets_[i] = mixed_.data() + i * width_;
-      visible_[i % count] = static_cast<int32_t>(seen + query / shared_);
+      visible_[i % count] = static_cast<int32_t>(visible + query / shared_);
     }
   }
 
@@ -97,11 +90,13 @@ class Attention {
   Scratch<T> scratch_;
 };
 
-// Blocks of one sequence beside each other, what lies behind its last token zero.
+// Contiguous blocks of one sequence, with zeros after its last token.
 template <class T>
 struct Blocks {
   Blocks(int64_t tokens, int64_t kv_heads, int64_t width)
-      : stride(kBlock * kv_heads * width), keys(count(tokens) * stride), values(keys.size()),
+      : stride(kBlock * kv_heads * width),
+        keys(count(tokens) * stride),
+        values(keys.size()),
         table(count(tokens)) {
     for (size_t i = 0; i < table.size(); i++) table[i] = static_cast<int32_t>(i);
   }
@@ -114,29 +109,29 @@ struct Blocks {
   std::vector<int32_t> table;
 };
 
-// Token `at` of a block of one head, element d: of its keys and of its values.
+// Return the offset of element d of token `at` in a head's block of keys or of values.
 template <class T>
-inline int64_t key_place(int64_t at, int64_t d) {
-  return (d / kTogether<T> * kBlock + at) * kTogether<T> + d % kTogether<T>;
+inline int64_t key_offset(int64_t at, int64_t d) {
+  return (d / kInterleave<T> * kBlock + at) * kInterleave<T> + d % kInterleave<T>;
 }
 template <class T>
-inline int64_t value_place(int64_t at, int64_t d, int64_t width) {
-  return (at / kTogether<T> * width + d) * kTogether<T> + at % kTogether<T>;
+inline int64_t value_offset(int64_t at, int64_t d, int64_t width) {
+  return (at / kInterleave<T> * width + d) * kInterleave<T> + at % kInterleave<T>;
 }
 
 template <class T>
 struct Cache {
   T *keys, *values;
   int64_t blocks, kv_heads, width;
-  int64_t head() const { return kBlock * width; }  // elements
+  int64_t head() const { return kBlock * width; }  // elements of a block and head
   int64_t stride() const { return kv_heads * head(); }
 };
 
-// Attention over a sequence whose last block holds, behind its last token, something that is no
-// number, which a weight of 0 does not hide: over a clean copy of it.
+// Computes attention of a sequence over a copy of its cache with zeros after its last token. Needed
+// if these stale values are not finite, because 0 * NaN is NaN.
 template <class T>
-void attend_copy(Attention<T>& attention, const Cache<T>& cache, const int32_t* table,
-                 int64_t length, const T* queries, T* out) {
+void attend_clean_copy(Attention<T>& attention, const Cache<T>& cache, const int32_t* table,
+                       int64_t length, const T* queries, T* out) {
   Blocks<T> copy(length, cache.kv_heads, cache.width);
   for (size_t b = 0; b < copy.table.size(); b++) {
     const int64_t from = table[b] * cache.stride(), to = b * cache.stride();
@@ -147,7 +142,7 @@ void attend_copy(Attention<T>& attention, const Cache<T>& cache, const int32_t* 
   for (int64_t h = 0; h < cache.kv_heads; h++)
     for (int64_t at = length % kBlock; at < kBlock; at++)
       for (int64_t d = 0; d < cache.width; d++)
-        last[h * cache.head() + value_place<T>(at, d, cache.width)] = T{};
+        last[h * cache.head() + value_offset<T>(at, d, cache.width)] = T{};
   attention.attend(queries, 1, length, copy.context(cache.kv_heads), out);
 }
 
@@ -175,7 +170,7 @@ int paged_decode(const T* queries, const Cache<T>& cache, const int32_t* table,
     if (clean)
       attention.attend(queries, 1, length, context, out);
     else
-      attend_copy(attention, cache, table, length, queries, out);
+      attend_clean_copy(attention, cache, table, length, queries, out);
   }
   return kDone;
 }
@@ -194,8 +189,8 @@ int paged_write(const Cache<T>& cache, const T* keys, const T* values, const int
       const int64_t from = (i * cache.kv_heads + h) * width;
       const int64_t to = block * cache.stride() + h * cache.head();
       for (int64_t d = 0; d < width; d++) {
-        cache.keys[to + key_place<T>(at, d)] = keys[from + d];
-        cache.values[to + value_place<T>(at, d, width)] = values[from + d];
+        cache.keys[to + key_offset<T>(at, d)] = keys[from + d];
+        cache.values[to + value_offset<T>(at, d, width)] = values[from + d];
       }
     }
   }
@@ -220,8 +215,8 @@ int varlen_prefill(const T* queries, const T* keys, const T* values, const int32
         const int64_t from = ((first + t) * kv_heads + h) * width;
         const int64_t to = t / kBlock * blocks.stride + h * kBlock * width;
         for (int64_t d = 0; d < width; d++) {
-          blocks.keys[to + key_place<T>(t % kBlock, d)] = keys[from + d];
-          blocks.values[to + value_place<T>(t % kBlock, d, width)] = values[from + d];
+          blocks.keys[to + key_offset<T>(t % kBlock, d)] = keys[from + d];
+          blocks.values[to + value_offset<T>(t % kBlock, d, width)] = values[from + d];
         }
       }
     attention.attend(queries + first * row, length, 1, blocks.context(kv_heads), out + first * row);

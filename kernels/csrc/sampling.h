@@ -1,4 +1,4 @@
-// One token from a row of logits, and its log-probabilities.
+// Sampling of a token from a row of logits, and its log-probabilities.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -9,8 +9,8 @@
 
 namespace meshrl {
 
-// SplitMix64 (Steele, Lea, Flood 2014), as in common/generation/counter_rng.py: the position-th
-// output of a key's stream, as a number in (0, 1).
+// Returns output number `position` of a key's stream, in (0, 1). SplitMix64 (Steele, Lea, Flood
+// 2014), as in common/generation/counter_rng.py.
 inline double uniform(uint64_t key, int64_t position) {
   uint64_t z = key + (static_cast<uint64_t>(position) + 1) * 0x9E3779B97F4A7C15u;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -20,145 +20,149 @@ inline double uniform(uint64_t key, int64_t position) {
 }
 
 struct Sampling {
-  float temperature;  // 0: the likeliest token, with its log-probability at temperature 1
+  float temperature;  // 0: greedy, with the log-probability at temperature 1
   float top_p;        // 1: all
   float min_p;        // 0: all
   int64_t top_k;      // 0: all
 };
 
-struct Sampled {
-  int64_t token;  // 0 if a logit is no finite number
-  float logprob;  // of the distribution that was sampled from; NaN if a logit is no finite number
+struct SampledToken {
+  int64_t token;  // 0 if logprob is NaN
+  float logprob;  // in the sampled distribution; NaN if a logit is NaN or the largest is infinite
 };
 
-// Ids [first, end) that the tokenizer lacks.
+// Ids [first, end) without a token.
 struct Absent {
   int64_t first, end;
 };
 
-constexpr int kRun = 256;  // logits whose sum is kept, so that a draw need not scan them all
+constexpr int kRunLogits = 256;  // logits per partial sum; a draw scans the sums, then one run
 
 class Sampler {
  public:
-  // Ids in `absent` are never sampled and have no probability.
+  // Ids in `absent` have probability 0.
   explicit Sampler(std::vector<Absent> absent) : absent_(std::move(absent)) {}
 
-  // `logits` [vocab], with room up to a multiple of kLanes behind it; its contents are lost.
-  Sampled sample(float* logits, int64_t vocab, const Sampling& how, double uniform) {
-    const float most = cover(logits, vocab);
-    if (!std::isfinite(most)) return {0, NAN};
-    if (how.temperature == 0) {
-      const int64_t best = std::find(logits, logits + vocab, most) - logits;
-      return {best, static_cast<float>(-std::log(total(logits, vocab, most, 1.0f)))};
+  // Samples from `logits` [vocab], padded to a multiple of kLanes; overwrites them.
+  SampledToken sample(float* logits, int64_t vocab, const Sampling& sampling, double uniform) {
+    const float max_logit = mask_absent(logits, vocab);
+    if (!std::isfinite(max_logit)) return {0, NAN};
+    if (sampling.temperature == 0) {
+      const int64_t best = std::find(logits, logits + vocab, max_logit) - logits;
+      return {best, static_cast<float>(-std::log(total(logits, vocab, max_logit, 1.0f)))};
     }
-    double mass = weigh(logits, vocab, most, 1.0f / how.temperature);
-    if (how.top_k > 0 || how.top_p < 1 || how.min_p > 0) mass = keep_likely(logits, vocab, how);
+    double mass = compute_weights(logits, vocab, max_logit, 1.0f / sampling.temperature);
+    if (sampling.top_k > 0 || sampling.top_p < 1 || sampling.min_p > 0)
+      mass = filter_likely(logits, vocab, sampling);
     const int64_t token = draw(logits, vocab, uniform * mass);
     return {token, static_cast<float>(std::log(logits[token] / mass))};
   }
 
-  // Log-probability of `token` at temperature 1, nothing left out.
-  float unmodified(float* logits, int64_t vocab, int64_t token) const {
-    const float most = cover(logits, vocab);
-    return logits[token] - most - static_cast<float>(std::log(total(logits, vocab, most, 1.0f)));
+  // Returns the log-probability of `token` at temperature 1, without filtering.
+  float compute_raw_logprob(float* logits, int64_t vocab, int64_t token) const {
+    const float max_logit = mask_absent(logits, vocab);
+    return logits[token] - max_logit -
+           static_cast<float>(std::log(total(logits, vocab, max_logit, 1.0f)));
   }
 
  private:
-  // The largest logit, or NaN if any is; absent ids and what lies behind the vocabulary are hidden.
-  float cover(float* logits, int64_t vocab) const {
+  // Sets absent ids and padding to -inf. Returns the largest logit, or NaN if a logit is NaN.
+  float mask_absent(float* logits, int64_t vocab) const {
     fill_absent(logits, -INFINITY);
     for (int64_t i = vocab; i % kLanes; i++) logits[i] = -INFINITY;
-    Vec most = load(logits);
-    IntVec broken = most != most;
+    Vec max_logit = load(logits);
+    IntVec nan_lanes = max_logit != max_logit;
     for (int64_t i = kLanes; i < vocab; i += kLanes) {
       const Vec here = load(logits + i);
-      most = larger(most, here);
-      broken |= here != here;
+      max_logit = larger(max_logit, here);
+      nan_lanes |= here != here;
     }
     for (int i = 0; i < kLanes; i++)
-      if (broken[i]) return NAN;
-    return largest(most);
+      if (nan_lanes[i]) return NAN;
+    return largest(max_logit);
   }
 
   void fill_absent(float* row, float value) const {
     for (const Absent& ids : absent_) std::fill(row + ids.first, row + ids.end, value);
   }
 
-  static double total(const float* logits, int64_t vocab, float most, float scale) {
+  static double total(const float* logits, int64_t vocab, float max_logit, float scale) {
     double all = 0;
-    for (int64_t run = 0; run < vocab; run += kRun) {
+    for (int64_t run = 0; run < vocab; run += kRunLogits) {
       Vec part{};
-      for (int64_t i = run; i < std::min(run + kRun, vocab); i += kLanes)
-        part += exponential((load(logits + i) - most) * scale);
+      for (int64_t i = run; i < std::min(run + kRunLogits, vocab); i += kLanes)
+        part += exponential((load(logits + i) - max_logit) * scale);
       all += sum(part);
     }
     return all;
   }
 
-  // Logits become weights exp((x - most) * scale); the sum of each run is kept.
-  double weigh(float* logits, int64_t vocab, float most, float scale) {
+  // Replaces logits by weights exp((x - most) * scale) and saves the sum of each run. Returns the
+  // total.
+  double compute_weights(float* logits, int64_t vocab, float max_logit, float scale) {
     sums_.clear();
     double all = 0;
-    for (int64_t run = 0; run < vocab; run += kRun) {
+    for (int64_t run = 0; run < vocab; run += kRunLogits) {
       Vec part{};
-      for (int64_t i = run; i < std::min(run + kRun, vocab); i += kLanes) {
-        const Vec e = exponential((load(logits + i) - most) * scale);
+      for (int64_t i = run; i < std::min(run + kRunLogits, vocab); i += kLanes) {
+        const Vec e = exponential((load(logits + i) - max_logit) * scale);
         store(logits + i, e);
         part += e;
       }
       sums_.push_back(sum(part));
       all += sums_.back();
     }
-    fill_absent(logits, 0);  // `exponential` gives them nearly 0, which a draw could still find
+    fill_absent(logits,
+                0);  // `exponential` returns small positive numbers, which a draw could select
     return all;
   }
 
-  // Weights outside top-k, then top-p of what is left, then below min-p of the largest become 0
-  // (the order of transformers' warpers). Equal weights go by token id.
-  double keep_likely(float* weights, int64_t vocab, const Sampling& how) {
+  // Sets weights outside top-k, then top-p, then min-p to 0 (the order of transformers' warpers).
+  // Token ids order equal weights. Returns the remaining weight.
+  double filter_likely(float* weights, int64_t vocab, const Sampling& sampling) {
     order_.resize(vocab);
     for (int64_t i = 0; i < vocab; i++) order_[i] = i;
-    auto likelier = [&](int64_t a, int64_t b) {
+    auto is_likelier = [&](int64_t a, int64_t b) {
       return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
     };
-    int64_t kept = vocab;
-    if (how.top_k > 0 && how.top_k < vocab) {
-      kept = how.top_k;
-      std::nth_element(order_.begin(), order_.begin() + kept - 1, order_.end(), likelier);
+    int64_t num_kept = vocab;
+    if (sampling.top_k > 0 && sampling.top_k < vocab) {
+      num_kept = sampling.top_k;
+      std::nth_element(order_.begin(), order_.begin() + num_kept - 1, order_.end(), is_likelier);
     }
-    std::sort(order_.begin(), order_.begin() + kept, likelier);
+    std::sort(order_.begin(), order_.begin() + num_kept, is_likelier);
     double mass = 0;
-    for (int64_t i = 0; i < kept; i++) mass += weights[order_[i]];
-    if (how.top_p < 1) {
+    for (int64_t i = 0; i < num_kept; i++) mass += weights[order_[i]];
+    if (sampling.top_p < 1) {
       double reached = 0;
       int64_t i = 0;
-      while (i < kept && reached < how.top_p * mass) reached += weights[order_[i++]];
-      kept = std::max<int64_t>(i, 1);
+      while (i < num_kept && reached < sampling.top_p * mass) reached += weights[order_[i++]];
+      num_kept = std::max<int64_t>(i, 1);
     }
-    const float least = how.min_p * weights[order_[0]];
-    while (kept > 1 && weights[order_[kept - 1]] < least) kept--;
-    for (int64_t i = kept; i < vocab; i++) weights[order_[i]] = 0;
-    sums_.assign((vocab + kRun - 1) / kRun, 0.0);
+    const float least = sampling.min_p * weights[order_[0]];
+    while (num_kept > 1 && weights[order_[num_kept - 1]] < least) num_kept--;
+    for (int64_t i = num_kept; i < vocab; i++) weights[order_[i]] = 0;
+    sums_.assign((vocab + kRunLogits - 1) / kRunLogits, 0.0);
     mass = 0;
-    for (int64_t i = 0; i < kept; i++) {
-      sums_[order_[i] / kRun] += weights[order_[i]];
+    for (int64_t i = 0; i < num_kept; i++) {
+      sums_[order_[i] / kRunLogits] += weights[order_[i]];
       mass += weights[order_[i]];
     }
     return mass;
   }
 
-  // The first token whose cumulative weight exceeds `height`.
-  int64_t draw(const float* weights, int64_t vocab, double height) const {
+  // Returns the first token whose cumulative weight exceeds `threshold`.
+  int64_t draw(const float* weights, int64_t vocab, double threshold) const {
     size_t run = 0;
-    while (run + 1 < sums_.size() && sums_[run] <= height) height -= sums_[run++];
+    while (run + 1 < sums_.size() && sums_[run] <= threshold) threshold -= sums_[run++];
     int64_t last = -1;
-    for (int64_t i = run * kRun; i < std::min<int64_t>((run + 1) * kRun, vocab); i++) {
+    for (int64_t i = run * kRunLogits; i < std::min<int64_t>((run + 1) * kRunLogits, vocab); i++) {
       if (weights[i] <= 0) continue;
       last = i;
-      height -= weights[i];
-      if (height < 0) return i;
+      threshold -= weights[i];
+      if (threshold < 0) return i;
     }
-    if (last >= 0) return last;  // rounding carried the height past the last weight of its run
+    if (last >= 0) return last;  // rounding moved `threshold` past the run's last weight
     for (int64_t i = vocab - 1; i > 0; i--)
       if (weights[i] > 0) return i;
     return 0;

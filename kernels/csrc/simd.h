@@ -1,7 +1,7 @@
-// Vectors of floats as wide as the target's registers, and the few functions that a decoder needs.
+// Vectors of floats in the target's register width, and the functions that a decoder needs.
 //
-// Compiler vector extensions, so that one source serves AVX-512, AVX2 and NEON. The width must be
-// the target's own: 64-byte vectors on AVX2 run at a tenth of its speed.
+// Compiler vector extensions let one source serve AVX-512, AVX2 and NEON. The width must equal the
+// target's: 64-byte vectors on AVX2 run at a tenth of the speed.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -30,7 +30,7 @@ using bf16 = uint16_t;  // the upper half of a float
 inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
 inline Vec splat(float x) { return x - Vec{}; }
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b if one of them is no number
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b if either is NaN
 
 inline float sum(Vec v) {
   float total = 0;
@@ -44,15 +44,15 @@ inline float largest(Vec v) {
   return most;
 }
 
-// 0, 1, 2, ... in the lanes
+// Returns 0, 1, 2, ... in the lanes.
 inline IntVec lane_index() {
   IntVec index;
   for (int i = 0; i < kLanes; i++) index[i] = i;
   return index;
 }
 
-// e**x for x <= 0, to 2 ulp; what is below the smallest normal number gives nearly 0, what is no
-// number stays none. Cephes' polynomial after the reduction x = n ln 2 + r (Cody and Waite 1980).
+// Returns e**x for x <= 0, to 2 ulp. Results below the smallest normal number are nearly 0; NaN
+// stays NaN. Cephes' polynomial after the reduction x = n ln 2 + r (Cody and Waite 1980).
 inline Vec exponential(Vec x) {
   x = larger(splat(-87.0f), x);
   const Vec shifter = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
@@ -70,7 +70,7 @@ inline Vec exponential(Vec x) {
   return p * (Vec)power;
 }
 
-// Rounds to nearest, ties to even; what is no number stays none.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline bf16 to_bf16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -88,12 +88,12 @@ inline float to_float(bf16 x) {
 
 // --- Products of a row of activations with packed storage -------------------------------------
 //
-// Storage T keeps kTogether<T> consecutive inner indices beside each other in each lane: one for
-// float, two for bf16. `Factor<T>` is such a vector ready to multiply; `Act<T>` is the type in which
-// the other operand lies: bf16 only where the machine multiplies it.
+// Storage T interleaves kInterleave<T> consecutive inner indices in each lane: one for float, two
+// for bf16. `Factor<T>` is such a vector in registers. `Act<T>` is the type of the activations:
+// bf16 only if the processor multiplies bf16.
 
 template <class T>
-constexpr int kTogether = std::is_same_v<T, bf16> ? 2 : 1;
+constexpr int kInterleave = std::is_same_v<T, bf16> ? 2 : 1;
 
 #if defined(__AVX512BF16__)
 template <class T>
@@ -140,8 +140,8 @@ struct Factor<bf16> {
 inline void store_act(float* p, Vec v) { store(p, v); }
 #if defined(__AVX512BF16__)
 inline void store_act(bf16* p, Vec v) {
-  const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
-  memcpy(p, &narrow, sizeof narrow);
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+  memcpy(p, &rounded, sizeof rounded);
 }
 #endif
 

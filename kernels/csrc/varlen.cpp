@@ -1,10 +1,10 @@
-// Causal attention within sequences that lie end to end, and its gradients: plain C functions over
-// raw pointers, float, one thread.
+// Causal attention of packed sequences, forward and backward: plain C functions over raw pointers,
+// float, one thread.
 //
-// The softmax is taken online over chunks of keys, and the backward pass computes the weights again
-// from each query's log-sum-exp (FlashAttention-2, Dao 2023), so memory does not grow with length
-// squared. Scores lie transposed, [key][query], a block of queries in the lanes: so the softmax
-// needs no sum across lanes, keys need no transposing, and only a block's last keys a mask.
+// The softmax is online over chunks of keys. The backward pass recomputes the weights from each
+// query's log-sum-exp (FlashAttention-2, Dao 2023), so memory does not grow with length squared.
+// Scores are transposed, [key][query], with a block of queries in the lanes. So the softmax needs
+// no sum across lanes, keys need no transpose, and only a block's last keys need a mask.
 #include <algorithm>
 #include <cmath>
 #include <new>
@@ -14,19 +14,18 @@
 
 namespace meshrl {
 
-constexpr int kQueries = 16;                // of a block
-constexpr int kParts = kQueries / kLanes;   // vectors that hold one number of each
-constexpr int kKeys = 128;                  // of a chunk: its scores fill a quarter of the first cache
-constexpr float kUnseen = -1e30f;
-constexpr int kAll = 1 << 30;  // a window as wide as any sequence
+constexpr int kQueries = 16;                   // queries of a block
+constexpr int kBlockVecs = kQueries / kLanes;  // vectors of a block's queries
+constexpr int kKeys = 128;  // keys of a chunk: its scores fill a quarter of the L1 cache
+constexpr float kMaskedScore = -1e30f;  // score of a masked key
+constexpr int kUnlimited = 1 << 30;     // window without a limit
 constexpr int kDone = 0, kNoMemory = 1, kOutOfRange = 2;
 
-// Tiles whose sums stay in registers: 32 vectors, but for AVX2's 16.
+// Tile sizes whose sums fit the registers: 16 vectors with AVX2, else 32.
 constexpr int kTileKeys = kLanes == 16 ? 16 : 4;
 constexpr int kTileRows = kLanes == 8 ? 4 : 8;
 
-// Rows of heads in memory of somebody else: head h of token t begins at rows + t * stride + h *
-// width.
+// View of rows of heads: head h of token t starts at rows + t * stride + h * width.
 struct Rows {
   const float* rows;
   int64_t stride;
@@ -34,21 +33,23 @@ struct Rows {
 
 struct Shape {
   int64_t heads, kv_heads;
-  int window;  // tokens that a query sees, itself the last of them; kAll: all before it
+  int window;  // attention window in tokens, itself included; kUnlimited: unlimited
   float scale;
 
-  // The first key, of a multiple of kQueries, that a block from query `first` on sees.
-  int begin(int first) const {
+  // Returns the first visible key of the block that starts at query `first`, a multiple of
+  // kQueries.
+  int first_key(int first) const {
     return window > first ? 0 : (first - window + 1) / kQueries * kQueries;
   }
-  // How many keys from `from` on the last query of the block does not see.
-  int closed(int first, int from) const {
+  // Returns the number of keys from `from` on that are masked for the block's last query.
+  int count_masked(int first, int from) const {
     return std::max(0, first + kQueries - window - from);
   }
 };
 
-// c[M][N vectors] (+)= sum over k of a[i * Row + k * Step] * b[k * Across + vector]. Strides are
-// known to the compiler, so that the numbers of `a` are operands of the multiplications.
+// Computes c[M][N vectors] (+)= sum over k of a[i * Row + k * Step] * b[k * Across + vector].
+// Strides are compile-time constants, so that elements of `a` become operands of the
+// multiplications.
 template <int M, int N, bool Add, int Row, int Step, int Across, int Down>
 inline void tile(const float* a, const float* b, int count, float* c) {
   Vec sums[M][N];
@@ -65,34 +66,36 @@ inline void tile(const float* a, const float* b, int count, float* c) {
     for (int n = 0; n < N; n++) store(c + i * Down + n * kLanes, sums[i][n]);
 }
 
-// out[key][query] = sum over the width of rows[key][d] * block[d][query]; `keys` a multiple of 16.
+// Computes out[key][query] = sum over d of rows[key][d] * block[d][query]; `keys`
+// is a multiple of 16.
 template <int Width>
-inline void score(const float* rows, int keys, const float* block, float* out) {
+inline void compute_scores(const float* rows, int keys, const float* block, float* out) {
   for (int j = 0; j < keys; j += kTileKeys)
-    tile<kTileKeys, kParts, false, Width, 1, kQueries, kQueries>(rows + j * Width, block, Width,
-                                                                 out + j * kQueries);
+    tile<kTileKeys, kBlockVecs, false, Width, 1, kQueries, kQueries>(rows + j * Width, block, Width,
+                                                                     out + j * kQueries);
 }
 
-// out[i][Width] += sum over k of weights[i * Row + k * Step] * rows[k][Width].
+// Computes out[i][Width] += sum over k of weights[i * Row + k * Step] * rows[k][Width].
 template <int Width, int Row, int Step>
-inline void mix(const float* weights, const float* rows, int rows_out, int count, float* out) {
-  constexpr int together = Width / kLanes % 2 ? 1 : 2;
+inline void add_weighted_rows(const float* weights, const float* rows, int rows_out, int count,
+                              float* out) {
+  constexpr int vecs_at_once = Width / kLanes % 2 ? 1 : 2;
   for (int i = 0; i < rows_out; i += kTileRows)
-    for (int d = 0; d < Width; d += together * kLanes)
-      tile<kTileRows, together, true, Row, Step, Width, Width>(weights + i * Row, rows + d, count,
-                                                               out + i * Width + d);
+    for (int d = 0; d < Width; d += vecs_at_once * kLanes)
+      tile<kTileRows, vecs_at_once, true, Row, Step, Width, Width>(weights + i * Row, rows + d,
+                                                                   count, out + i * Width + d);
 }
 
 inline int padded(int n) { return (n + kQueries - 1) / kQueries * kQueries; }
 
-// `count` rows one behind the other; zeros behind them up to a multiple of 16.
+// Copies `count` rows to contiguous memory, padded with zeros to a multiple of 16 rows.
 template <int Width>
 void gather(const float* rows, int64_t stride, int count, float* out) {
   for (int t = 0; t < count; t++) memcpy(out + t * Width, rows + t * stride, Width * sizeof(float));
   std::fill(out + count * Width, out + padded(count) * Width, 0.0f);
 }
 
-// A block of rows times `scale`, zeros behind the last: as it is, and transposed.
+// Block of rows times `scale`, padded with zeros, in both row-major and transposed layout.
 template <int Width>
 struct Block {
   alignas(64) float rows[kQueries * Width], transposed[Width * kQueries];
@@ -107,9 +110,9 @@ struct Block {
   }
 };
 
-// Which queries of a block see the key that lies `key` behind its first: those that are not before
-// it, nor a window behind.
-inline Vec seen(Vec values, int part, int key, int window, float otherwise) {
+// Replaces values of masked queries by `otherwise`. `key` is relative to the block's first query; a
+// query attends to keys from itself back to `window` - 1 before.
+inline Vec mask(Vec values, int part, int key, int window, float otherwise) {
   const auto late = lane_index() + part * kLanes - key;
   return (late >= 0) & (late < window) ? values : splat(otherwise);
 }
@@ -121,16 +124,16 @@ struct Forward {
   float* out;      // [tokens, heads, width]
   float* log_sum;  // [heads, tokens]
   int64_t tokens;
-  std::vector<float> room{};
+  std::vector<float> buffer{};
   Block<Width> query{};
   alignas(64) float scores[kKeys * kQueries]{}, mixed[kQueries * Width]{};
-  Vec most[kParts]{}, total[kParts]{};
+  Vec max_score[kBlockVecs]{}, total[kBlockVecs]{};
 
   void sequence(int64_t start, int length) {
     const int shared = shape.heads / shape.kv_heads;
     const int64_t size = static_cast<int64_t>(padded(length)) * Width;
-    if (static_cast<int64_t>(room.size()) < 2 * size) room.resize(2 * size);
-    float *keys = room.data(), *values = keys + size;
+    if (static_cast<int64_t>(buffer.size()) < 2 * size) buffer.resize(2 * size);
+    float *keys = buffer.data(), *values = keys + size;
     for (int g = 0; g < shape.kv_heads; g++) {
       gather<Width>(k.rows + start * k.stride + g * Width, k.stride, length, keys);
       gather<Width>(v.rows + start * v.stride + g * Width, v.stride, length, values);
@@ -143,59 +146,59 @@ struct Forward {
   void block(int64_t at, int first, int count, int h, const float* keys, const float* values) {
     query.read(q.rows + at * q.stride + h * Width, q.stride, count, shape.scale);
     std::fill(mixed, mixed + kQueries * Width, 0.0f);
-    for (int p = 0; p < kParts; p++) most[p] = splat(kUnseen), total[p] = Vec{};
-    for (int from = shape.begin(first); from <= first; from += kKeys) {
+    for (int p = 0; p < kBlockVecs; p++) max_score[p] = splat(kMaskedScore), total[p] = Vec{};
+    for (int from = shape.first_key(first); from <= first; from += kKeys) {
       const int count_keys = std::min(kKeys, first + kQueries - from);
       const int64_t chunk = static_cast<int64_t>(from) * Width;
-      score<Width>(keys + chunk, count_keys, query.transposed, scores);
-      soften(count_keys, first - from, shape.closed(first, from));
-      mix<Width, 1, kQueries>(scores, values + chunk, kQueries, count_keys, mixed);
+      compute_scores<Width>(keys + chunk, count_keys, query.transposed, scores);
+      update_softmax(count_keys, first - from, shape.count_masked(first, from));
+      add_weighted_rows<Width, 1, kQueries>(scores, values + chunk, kQueries, count_keys, mixed);
     }
     float totals[kQueries], peaks[kQueries];
-    for (int p = 0; p < kParts; p++)
-      store(totals + p * kLanes, total[p]), store(peaks + p * kLanes, most[p]);
+    for (int p = 0; p < kBlockVecs; p++)
+      store(totals + p * kLanes, total[p]), store(peaks + p * kLanes, max_score[p]);
     for (int i = 0; i < count; i++) {
       float* to = out + ((at + i) * shape.heads + h) * Width;
-      const float part = 1.0f / totals[i];
-      for (int d = 0; d < Width; d += kLanes) store(to + d, load(mixed + i * Width + d) * part);
+      const float inverse = 1.0f / totals[i];
+      for (int d = 0; d < Width; d += kLanes) store(to + d, load(mixed + i * Width + d) * inverse);
       log_sum[h * tokens + at + i] = peaks[i] + std::log(totals[i]);
     }
   }
 
-  // Scores of a chunk become weights, relative to each query's largest so far; from key `own` on
-  // they are the block's own, and of the first `closed` not every query sees each.
-  void soften(int count_keys, int own, int closed) {
-    const int open = std::min(count_keys, own), hidden = std::min(closed, open);
-    for (int p = 0; p < kParts; p++) {
+  // Replaces a chunk's scores by weights relative to each query's running maximum. The causal mask
+  // applies from key `causal_from` on, the window to the first `count_masked` keys.
+  void update_softmax(int count_keys, int causal_from, int count_masked) {
+    const int open = std::min(count_keys, causal_from), hidden = std::min(count_masked, open);
+    for (int p = 0; p < kBlockVecs; p++) {
       float* column = scores + p * kLanes;
-      Vec peak = most[p], added{};
-      const auto look = [&](int j) {
+      Vec peak = max_score[p], added{};
+      const auto update_peak = [&](int j) {
         const Vec score = load(column + j * kQueries);
-        peak = larger(peak, seen(score, p, j - own, shape.window, kUnseen));
+        peak = larger(peak, mask(score, p, j - causal_from, shape.window, kMaskedScore));
       };
-      const auto weigh = [&](int j) {
+      const auto compute_weight = [&](int j) {
         const Vec e = exponential(load(column + j * kQueries) - peak);
-        const Vec weight = seen(e, p, j - own, shape.window, 0.0f);
+        const Vec weight = mask(e, p, j - causal_from, shape.window, 0.0f);
         store(column + j * kQueries, weight);
         added += weight;
       };
-      for (int j = 0; j < hidden; j++) look(j);
+      for (int j = 0; j < hidden; j++) update_peak(j);
       for (int j = hidden; j < open; j++) peak = larger(peak, load(column + j * kQueries));
-      for (int j = open; j < count_keys; j++) look(j);
-      for (int j = 0; j < hidden; j++) weigh(j);
+      for (int j = open; j < count_keys; j++) update_peak(j);
+      for (int j = 0; j < hidden; j++) compute_weight(j);
       for (int j = hidden; j < open; j++) {
         const Vec e = exponential(load(column + j * kQueries) - peak);
         store(column + j * kQueries, e);
         added += e;
       }
-      for (int j = open; j < count_keys; j++) weigh(j);
-      const Vec shrink = exponential(most[p] - peak);
-      total[p] = total[p] * shrink + added;
-      most[p] = peak;
+      for (int j = open; j < count_keys; j++) compute_weight(j);
+      const Vec rescale = exponential(max_score[p] - peak);
+      total[p] = total[p] * rescale + added;
+      max_score[p] = peak;
       for (int i = 0; i < kLanes; i++) {
-        if (shrink[i] == 1.0f) continue;
-        float* so_far = mixed + (p * kLanes + i) * Width;
-        for (int d = 0; d < Width; d += kLanes) store(so_far + d, load(so_far + d) * shrink[i]);
+        if (rescale[i] == 1.0f) continue;
+        float* row = mixed + (p * kLanes + i) * Width;
+        for (int d = 0; d < Width; d += kLanes) store(row + d, load(row + d) * rescale[i]);
       }
     }
   }
@@ -206,15 +209,15 @@ struct Backward {
   Shape shape;
   Rows q, k, v;
   const float *out, *log_sum;
-  Rows slope;                          // of the loss with respect to `out`
-  float *q_slope, *k_slope, *v_slope;  // [tokens, heads or kv_heads, width]
+  Rows out_grad_rows;               // dL/d(out)
+  float *q_grad, *k_grad, *v_grad;  // [tokens, heads or kv_heads, width]
   int64_t tokens;
-  std::vector<float> room{};
-  Block<Width> query{}, arriving{};
-  alignas(64) float weights[kKeys * kQueries]{}, raised[kKeys * kQueries]{},
-      mixed[kQueries * Width]{};
+  std::vector<float> buffer{};
+  Block<Width> query{}, out_grad{};
+  alignas(64) float weights[kKeys * kQueries]{},
+      score_grads[kKeys * kQueries]{}, mixed[kQueries * Width]{};
 
-  // A sequence's keys and values, and the sums of their gradients, [padded length][Width] each.
+  // Keys and values of a sequence, and the sums of their gradients, [padded length][Width] each.
   struct Pair {
     float *keys, *values, *key_sums, *value_sums;
   };
@@ -222,8 +225,8 @@ struct Backward {
   void sequence(int64_t start, int length) {
     const int shared = shape.heads / shape.kv_heads;
     const int64_t size = static_cast<int64_t>(padded(length)) * Width;
-    if (static_cast<int64_t>(room.size()) < 4 * size) room.resize(4 * size);
-    float* base = room.data();
+    if (static_cast<int64_t>(buffer.size()) < 4 * size) buffer.resize(4 * size);
+    float* base = buffer.data();
     const Pair pair{base, base + size, base + 2 * size, base + 3 * size};
     for (int g = 0; g < shape.kv_heads; g++) {
       gather<Width>(k.rows + start * k.stride + g * Width, k.stride, length, pair.keys);
@@ -234,64 +237,68 @@ struct Backward {
           block(start + first, first, std::min(kQueries, length - first), h, pair);
       for (int t = 0; t < length; t++) {
         const int64_t to = ((start + t) * shape.kv_heads + g) * Width;
-        memcpy(k_slope + to, pair.key_sums + t * Width, Width * sizeof(float));
-        memcpy(v_slope + to, pair.value_sums + t * Width, Width * sizeof(float));
+        memcpy(k_grad + to, pair.key_sums + t * Width, Width * sizeof(float));
+        memcpy(v_grad + to, pair.value_sums + t * Width, Width * sizeof(float));
       }
     }
   }
 
   void block(int64_t at, int first, int count, int h, const Pair& pair) {
     query.read(q.rows + at * q.stride + h * Width, q.stride, count, shape.scale);
-    arriving.read(slope.rows + at * slope.stride + h * Width, slope.stride, count, 1.0f);
-    float log_sums[kQueries] = {}, shared_slope[kQueries] = {};
+    out_grad.read(out_grad_rows.rows + at * out_grad_rows.stride + h * Width, out_grad_rows.stride,
+                  count, 1.0f);
+    float log_sums[kQueries] = {}, grad_dots[kQueries] = {};
     for (int i = 0; i < count; i++) {
-      const float* made = out + ((at + i) * shape.heads + h) * Width;
-      Vec both{};
+      const float* result = out + ((at + i) * shape.heads + h) * Width;
+      Vec dot{};
       for (int d = 0; d < Width; d += kLanes)
-        both += load(made + d) * load(arriving.rows + i * Width + d);
-      shared_slope[i] = sum(both);
+        dot += load(result + d) * load(out_grad.rows + i * Width + d);
+      grad_dots[i] = sum(dot);
       log_sums[i] = log_sum[h * tokens + at + i];
     }
     std::fill(mixed, mixed + kQueries * Width, 0.0f);
-    for (int from = shape.begin(first); from <= first; from += kKeys) {
+    for (int from = shape.first_key(first); from <= first; from += kKeys) {
       const int count_keys = std::min(kKeys, first + kQueries - from);
       const int64_t chunk = static_cast<int64_t>(from) * Width;
-      score<Width>(pair.keys + chunk, count_keys, query.transposed, weights);
-      score<Width>(pair.values + chunk, count_keys, arriving.transposed, raised);
-      differentiate(count_keys, first - from, shape.closed(first, from), log_sums, shared_slope);
-      mix<Width, kQueries, 1>(weights, arriving.rows, count_keys, kQueries,
-                              pair.value_sums + chunk);
-      mix<Width, kQueries, 1>(raised, query.rows, count_keys, kQueries, pair.key_sums + chunk);
-      mix<Width, 1, kQueries>(raised, pair.keys + chunk, kQueries, count_keys, mixed);
+      compute_scores<Width>(pair.keys + chunk, count_keys, query.transposed, weights);
+      compute_scores<Width>(pair.values + chunk, count_keys, out_grad.transposed, score_grads);
+      differentiate(count_keys, first - from, shape.count_masked(first, from), log_sums, grad_dots);
+      add_weighted_rows<Width, kQueries, 1>(weights, out_grad.rows, count_keys, kQueries,
+                                            pair.value_sums + chunk);
+      add_weighted_rows<Width, kQueries, 1>(score_grads, query.rows, count_keys, kQueries,
+                                            pair.key_sums + chunk);
+      add_weighted_rows<Width, 1, kQueries>(score_grads, pair.keys + chunk, kQueries, count_keys,
+                                            mixed);
     }
     for (int i = 0; i < count; i++) {
-      float* to = q_slope + ((at + i) * shape.heads + h) * Width;
+      float* to = q_grad + ((at + i) * shape.heads + h) * Width;
       for (int d = 0; d < Width; d += kLanes)
         store(to + d, load(mixed + i * Width + d) * shape.scale);
     }
   }
 
-  // Scores become weights, and gradients of weights those of scores.
-  void differentiate(int count_keys, int own, int closed, const float* log_sums,
-                     const float* shared_slope) {
-    for (int p = 0; p < kParts; p++) {
-      const Vec log_sum = load(log_sums + p * kLanes), common = load(shared_slope + p * kLanes);
+  // Replaces scores by weights, and gradients of weights by gradients of scores.
+  void differentiate(int count_keys, int causal_from, int count_masked, const float* log_sums,
+                     const float* grad_dots) {
+    for (int p = 0; p < kBlockVecs; p++) {
+      const Vec log_sum = load(log_sums + p * kLanes), grad_dot = load(grad_dots + p * kLanes);
       for (int j = 0; j < count_keys; j++) {
         float *weight = weights + j * kQueries + p * kLanes,
-              *rise = raised + j * kQueries + p * kLanes;
+              *score_grad = score_grads + j * kQueries + p * kLanes;
         Vec e = exponential(load(weight) - log_sum);
-        if (j >= own || j < closed) e = seen(e, p, j - own, shape.window, 0.0f);
+        if (j >= causal_from || j < count_masked)
+          e = mask(e, p, j - causal_from, shape.window, 0.0f);
         store(weight, e);
-        store(rise, e * (load(rise) - common));
+        store(score_grad, e * (load(score_grad) - grad_dot));
       }
     }
   }
 };
 
-// Of a window of so many tokens; 0: none.
-Shape shape_of(int64_t heads, int64_t kv_heads, int64_t window, float scale) {
-  const bool slides = window > 0 && window < kAll;
-  return {heads, kv_heads, slides ? static_cast<int>(window) : kAll, scale};
+// Returns the shape. A `window` of 0 tokens is unlimited.
+Shape make_shape(int64_t heads, int64_t kv_heads, int64_t window, float scale) {
+  const bool slides = window > 0 && window < kUnlimited;
+  return {heads, kv_heads, slides ? static_cast<int>(window) : kUnlimited, scale};
 }
 
 bool is_partition(const int32_t* starts, int64_t sequences, int64_t tokens) {
@@ -302,7 +309,7 @@ bool is_partition(const int32_t* starts, int64_t sequences, int64_t tokens) {
 }
 
 template <class Pass>
-int over_sequences(const int32_t* starts, int64_t sequences, int64_t tokens, Pass&& pass) {
+int run_on_sequences(const int32_t* starts, int64_t sequences, int64_t tokens, Pass&& pass) {
   if (!is_partition(starts, sequences, tokens)) return kOutOfRange;
   try {
     for (int64_t s = 0; s < sequences; s++)
@@ -317,35 +324,55 @@ int over_sequences(const int32_t* starts, int64_t sequences, int64_t tokens, Pas
 
 using namespace meshrl;
 
-// `call` with Width as the heads' width.
-#define MESHRL_WIDE(call)                                      \
-  switch (width) {                                             \
-    case 16: { constexpr int Width = 16; status = call; break; }   \
-    case 32: { constexpr int Width = 32; status = call; break; }   \
-    case 64: { constexpr int Width = 64; status = call; break; }   \
-    case 96: { constexpr int Width = 96; status = call; break; }   \
-    case 128: { constexpr int Width = 128; status = call; break; } \
+// Evaluates `call` with Width as the head width.
+#define MESHRL_WITH_WIDTH(call)  \
+  switch (width) {               \
+    case 16: {                   \
+      constexpr int Width = 16;  \
+      status = call;             \
+      break;                     \
+    }                            \
+    case 32: {                   \
+      constexpr int Width = 32;  \
+      status = call;             \
+      break;                     \
+    }                            \
+    case 64: {                   \
+      constexpr int Width = 64;  \
+      status = call;             \
+      break;                     \
+    }                            \
+    case 96: {                   \
+      constexpr int Width = 96;  \
+      status = call;             \
+      break;                     \
+    }                            \
+    case 128: {                  \
+      constexpr int Width = 128; \
+      status = call;             \
+      break;                     \
+    }                            \
   }
 
 extern "C" {
 
-// Widths of heads that attention is compiled for.
+// Returns 1 if attention is compiled for this head width.
 int varlen_has_width(int64_t width) {
   return width == 16 || width == 32 || width == 64 || width == 96 || width == 128;
 }
 
-// Strides are in floats, between tokens. `window`: tokens that each one sees; 0: all before it.
-// Rows behind the last sequence are zeroed.
+// Computes attention. Strides are in floats, between tokens. `window`: in tokens, itself included;
+// 0: unlimited. Rows after the last sequence become 0.
 int varlen_forward(const float* q, const float* k, const float* v, int64_t q_stride,
                    int64_t k_stride, int64_t v_stride, const int32_t* starts, int64_t sequences,
                    int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, int64_t window,
                    float scale, float* out, float* log_sum) {
-  const Shape shape = shape_of(heads, kv_heads, window, scale);
+  const Shape shape = make_shape(heads, kv_heads, window, scale);
   const Rows queries{q, q_stride}, keys{k, k_stride}, values{v, v_stride};
   int status = kOutOfRange;
-  MESHRL_WIDE(over_sequences(
-      starts, sequences, tokens,
-      Forward<Width>{shape, queries, keys, values, out, log_sum, tokens}))
+  MESHRL_WITH_WIDTH(
+      run_on_sequences(starts, sequences, tokens,
+                       Forward<Width>{shape, queries, keys, values, out, log_sum, tokens}))
   if (status == kDone)
     std::fill(out + starts[sequences] * heads * width, out + tokens * heads * width, 0.0f);
   return status;
@@ -354,20 +381,20 @@ int varlen_forward(const float* q, const float* k, const float* v, int64_t q_str
 int varlen_backward(const float* q, const float* k, const float* v, int64_t q_stride,
                     int64_t k_stride, int64_t v_stride, const int32_t* starts, int64_t sequences,
                     int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, int64_t window,
-                    float scale, const float* out, const float* log_sum, const float* slope,
-                    int64_t slope_stride, float* q_slope, float* k_slope, float* v_slope) {
-  const Shape shape = shape_of(heads, kv_heads, window, scale);
+                    float scale, const float* out, const float* log_sum, const float* out_grad_rows,
+                    int64_t out_grad_stride, float* q_grad, float* k_grad, float* v_grad) {
+  const Shape shape = make_shape(heads, kv_heads, window, scale);
   const Rows queries{q, q_stride}, keys{k, k_stride}, values{v, v_stride},
-      arriving{slope, slope_stride};
+      out_grad{out_grad_rows, out_grad_stride};
   int status = kOutOfRange;
-  MESHRL_WIDE(over_sequences(starts, sequences, tokens,
-                             Backward<Width>{shape, queries, keys, values, out, log_sum, arriving,
-                                             q_slope, k_slope, v_slope, tokens}))
+  MESHRL_WITH_WIDTH(run_on_sequences(starts, sequences, tokens,
+                                     Backward<Width>{shape, queries, keys, values, out, log_sum,
+                                                     out_grad, q_grad, k_grad, v_grad, tokens}))
   if (status != kDone) return status;
   const int64_t end = starts[sequences];
-  std::fill(q_slope + end * heads * width, q_slope + tokens * heads * width, 0.0f);
-  std::fill(k_slope + end * kv_heads * width, k_slope + tokens * kv_heads * width, 0.0f);
-  std::fill(v_slope + end * kv_heads * width, v_slope + tokens * kv_heads * width, 0.0f);
+  std::fill(q_grad + end * heads * width, q_grad + tokens * heads * width, 0.0f);
+  std::fill(k_grad + end * kv_heads * width, k_grad + tokens * kv_heads * width, 0.0f);
+  std::fill(v_grad + end * kv_heads * width, v_grad + tokens * kv_heads * width, 0.0f);
   return kDone;
 }
 

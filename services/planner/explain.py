@@ -103,20 +103,22 @@ def format_predictions(memory: PlannerMemory) -> list[str]:
     """
     found = []
     for job, watch in sorted(memory.split_states.items()):
-        told = watch.explanation
-        if "step_s" in told:
-            stages = f"rollout {told['rollout_s']:.3g} s, training {told['train_s']:.3g} s"
-            step = f"step {told['step_s']:.3g} s, observed {told['measured_s']:.3g} s"
-            error = told.get("median_error")
+        explanation = watch.explanation
+        if "step_s" in explanation:
+            stages = (
+                f"rollout {explanation['rollout_s']:.3g} s, training {explanation['train_s']:.3g} s"
+            )
+            step = f"step {explanation['step_s']:.3g} s, observed {explanation['measured_s']:.3g} s"
+            error = explanation.get("median_error")
             off = f", moves were predicted {error:.0%} off" if error is not None else ""
-            found.append(f"{job}: {stages}; {step}{off}; {told['verdict']}")
-        if trained := told.get("training"):
+            found.append(f"{job}: {stages}; {step}{off}; {explanation['verdict']}")
+        if trained := explanation.get("training"):
             found.append(
                 f"{job}: a step's gradients on one {trained['kind']}: "
                 f"{trained['predicted_s']:.3g} s, observed {trained['observed_s']:.3g} s, "
                 f"predictions were {trained['error']:.0%} off"
             )
-        for which, figures in told.get("degrees", {}).items():
+        for which, figures in explanation.get("degrees", {}).items():
             found.append(
                 f"{job}: a decode step of {which}: {1000 * figures['predicted_s']:.3g} ms, "
                 f"observed {1000 * figures['observed_s']:.3g} ms, "
@@ -160,12 +162,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print decisions and memory as JSON")
     a = parser.parse_args()
     try:
-        asked = json.load(sys.stdin)
-        snapshot = decode_snapshot(asked.get("snapshot", asked))
+        document = json.load(sys.stdin)
+        snapshot = decode_snapshot(document.get("snapshot", document))
     except (MeshError, json.JSONDecodeError) as error:
         print(error, file=sys.stderr)
         return 2
-    decisions, memory = decide(snapshot, PlannerMemory.decode(asked.get("memory") or {}))
+    decisions, memory = decide(snapshot, PlannerMemory.decode(document.get("memory") or {}))
     if a.json:
         print(json.dumps({"decisions": encode_decisions(decisions), "memory": memory.encode()}))
     else:
@@ -176,7 +178,7 @@ def main() -> int:
         for line in format_predictions(memory):
             print(line)
         for line in list_unplaced_services(
-            snapshot, PlannerMemory.decode(asked.get("memory") or {}), decisions
+            snapshot, PlannerMemory.decode(document.get("memory") or {}), decisions
         ):
             print(line)
     return 0

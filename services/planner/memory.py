@@ -36,8 +36,8 @@ class PlannerMemory(PoolAbsences):
         explained = {job: dict(watch.explanation) for job, watch in self.split_states.items()}
         for job, mixture in self.expert_splits.items():
             explained.setdefault(job, {})["expert_split_reason"] = describe_expert_split(mixture)
-        shown = {job: about for job, about in explained.items() if about}
-        found: dict[str, Any] = {"entitled": {}} | to_json_value(self) | {"explained": shown}
+        explanations = {job: about for job, about in explained.items() if about}
+        found: dict[str, Any] = {"entitled": {}} | to_json_value(self) | {"explained": explanations}
         return found
 
     @classmethod

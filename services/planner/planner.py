@@ -94,10 +94,10 @@ class Planner(Actor):
         self._is_first_poll = True
 
         def keep() -> bool:
-            held = leader.renew_leadership(self.mesh.state, ELECTION, token, LEASE_MS)
-            if not held and self.fencing_token == token:
+            is_renewed = leader.renew_leadership(self.mesh.state, ELECTION, token, LEASE_MS)
+            if not is_renewed and self.fencing_token == token:
                 self.fencing_token = 0
-            return held
+            return is_renewed
 
         if self._lease_renewal is not None:
             self._lease_renewal.stop()
@@ -110,31 +110,31 @@ class Planner(Actor):
         settings.
         """
         state, token, clock = self.mesh.state, self.fencing_token, self.mesh.clock
-        began = clock.monotonic()
-        seen = await pool.read_snapshot(state, token)
-        looked = clock.monotonic()
-        memory = PlannerMemory.decode(seen.memory or {})
+        started_at_s = clock.monotonic()
+        stored = await pool.read_snapshot(state, token)
+        read_at_s = clock.monotonic()
+        memory = PlannerMemory.decode(stored.memory or {})
         if self._is_first_poll:
             memory = memory.reset_after_outage()
-        decisions, memory = decide(seen.snapshot, memory)
-        decided = clock.monotonic()
+        decisions, memory = decide(stored.snapshot, memory)
+        decided_at_s = clock.monotonic()
         document = json.loads(json.dumps(memory.encode()))  # as it is read again: no tuples
         refused = await pool.write_decisions(
             state,
             token,
             self.mesh.random.hex_token(8),
             decisions,
-            document if document != seen.memory else None,
-            seen.revision,
+            document if document != stored.memory else None,
+            stored.revision,
         )
         self._is_first_poll = False
         self._last_stats = PlannerStats(
             True,
-            round(1000 * (looked - began), 2),
-            round(1000 * (decided - looked), 2),
-            round(1000 * (clock.monotonic() - decided), 2),
-            len(seen.snapshot.workers),
-            len(seen.snapshot.jobs),
+            round(1000 * (read_at_s - started_at_s), 2),
+            round(1000 * (decided_at_s - read_at_s), 2),
+            round(1000 * (clock.monotonic() - decided_at_s), 2),
+            len(stored.snapshot.workers),
+            len(stored.snapshot.jobs),
         )
         for one in refused:
             self.mesh.telemetry.log.info(
@@ -147,8 +147,8 @@ class Planner(Actor):
             lost = isinstance(decision, ReportHostPresence) and not decision.is_back
             if lost and id(decision) not in left_out:
                 self.mesh.telemetry.count("hosts_lost")
-        await self._send_hints(seen.snapshot, [d for d in decisions if id(d) not in left_out])
-        return seen.snapshot.settings
+        await self._send_hints(stored.snapshot, [d for d in decisions if id(d) not in left_out])
+        return stored.snapshot.settings
 
     async def _send_hints(self, snapshot: PoolSnapshot, decisions: Iterable[Decision]) -> None:
         """Send one hint to each worker and agent whose record has changed; ignore failures."""
@@ -163,11 +163,11 @@ class Planner(Actor):
             return
         try:
             async with self.mesh.clock.timeout(HINTS_TIMEOUT_S, "sending hints of changes"):
-                told = await asyncio.gather(*casts, return_exceptions=True)
+                answers = await asyncio.gather(*casts, return_exceptions=True)
         except DeadlineExceeded as error:
             self.mesh.telemetry.log.info("hint", error=str(error))
             return
-        for answer in told:
+        for answer in answers:
             if isinstance(answer, MeshError):
                 self.mesh.telemetry.log.info("hint", error=str(answer))
             elif answer is not None:

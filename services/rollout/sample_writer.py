@@ -111,8 +111,8 @@ class SampleWriter:
         turns = self._transcript.build_turns(trajectory, trajectory.outcome.reason)
         if unfinished := self._transcript.decode_unfinished(trajectory):
             broken = trajectory.outcome.reason != "done"  # else it is supervised
-            told = {"role": "model", "text": unfinished, "stop": "", "truncated": broken}
-            turns.append(told)
+            unfinished_turn = {"role": "model", "text": unfinished, "stop": "", "truncated": broken}
+            turns.append(unfinished_turn)
         return {
             "at": self._mesh.clock.wall(),
             "step": step,

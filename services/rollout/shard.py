@@ -78,8 +78,8 @@ class RolloutShard(Actor):
                 )
         except Exception as error:
             traceback.print_exc()
-            told = f"{self.mesh.name} cannot continue: {error!r}"
-            self.mesh.host.exit(EXIT_UNEXPECTED, told, error, self.job)
+            reason = f"{self.mesh.name} cannot continue: {error!r}"
+            self.mesh.host.exit(EXIT_UNEXPECTED, reason, error, self.job)
 
     async def _wait_for_start(self) -> jobs.JobRow | None:
         while True:
@@ -164,9 +164,9 @@ class RolloutShard(Actor):
             plan = plan_boundary_evaluation(config, AFTER, row.version)
             self._start_evaluation(self._run_bracket(shard, plan, row.lineage, Phase.FINISHED))
         elif row.phase == Phase.TRAINING:
-            asked = plan_step_evaluation(config, row.version)
-            if asked is not None and self._claim_evaluation(asked.tag):
-                self._start_evaluation(evaluate(shard, asked, row.lineage))
+            step_plan = plan_step_evaluation(config, row.version)
+            if step_plan is not None and self._claim_evaluation(step_plan.tag):
+                self._start_evaluation(evaluate(shard, step_plan, row.lineage))
 
     def _claim_evaluation(self, tag: str) -> bool:
         fresh = tag not in self._evaluated_tags

@@ -28,7 +28,7 @@ from meshrl.kernels.library_build import Library, build_library
 HEAD_WIDTHS = (32, 64, 128)  # head widths with kernels; others are padded with zeros
 SCORE_CHUNK_TOKENS = 512  # tokens of one call
 DTYPE_DEFINES = {"float32": "", "bfloat16": "MESHRL_STORAGE=bf16"}
-WEIGHT_PARTS = (  # in the order of Part in decoder.cpp
+WEIGHT_PARTS = (  # order of enum Part in decoder.cpp
     "embedding",
     "unembedding",
     "final_norm",
@@ -50,7 +50,7 @@ WEIGHT_PARTS = (  # in the order of Part in decoder.cpp
     "experts.shared_down",
 )
 
-# These parts are stored in float32, whatever type matrices are stored in.
+# Parts in float32; the other parts have the library's storage type.
 FLOAT32_PARTS = {"embedding", *(part for part in WEIGHT_PARTS if part.endswith(("norm", "bias")))}
 
 _SHAPE_FIELDS = (
@@ -72,8 +72,8 @@ class _TensorPieceStruct(ctypes.Structure):
     _fields_ = (
         ("begin", ctypes.c_int64),
         ("end", ctypes.c_int64),
-        ("at", ctypes.c_void_p),
-        ("narrow", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+        ("is_bf16", ctypes.c_int64),
     )
 
 
@@ -160,7 +160,7 @@ class NativeCompute:
         self._width = next(width for width in HEAD_WIDTHS if width >= config.head_dim)
         self._block_table: NDArray[np.int32] | None = None
         self._slots_struct: _SlotsStruct | None = None
-        # referenced, because the description points to this array
+        # Keep a reference, because the slots struct points to this array.
         self._stop_ids: NDArray[np.int64] | None = None
         self._lib = library.load_with_signatures(_SIGNATURES, None, _RESULTS)
         heads, item = config.num_kv_heads, self._lib.decoder_item_bytes()
@@ -170,7 +170,7 @@ class NativeCompute:
         self.cache_bytes_per_token: int = 2 * config.num_layers * heads * self._width * item
         positions = slots.max_length
         rope = build_rope_table(config, positions).contiguous()
-        described = _ShapeStruct(
+        shape_struct = _ShapeStruct(
             vocab=config.vocab_size,
             hidden=config.hidden_size,
             layers=config.num_layers,
@@ -195,8 +195,8 @@ class NativeCompute:
         kinds[list(config.no_rope_layers), 1] = 0
         kinds[:, 2] = [config.get_window_tokens(layer) for layer in range(config.num_layers)]
         absent = np.array(config.absent_ids, np.int64).reshape(-1, 2)  # Absent in sampling.h
-        about = rope.data_ptr(), kinds.ctypes.data, absent.ctypes.data, len(absent)
-        self._decoder = self._lib.decoder_new(ctypes.byref(described), *about)
+        args = rope.data_ptr(), kinds.ctypes.data, absent.ctypes.data, len(absent)
+        self._decoder = self._lib.decoder_new(ctypes.byref(shape_struct), *args)
         if not self._decoder:
             raise _out_of_memory_error()
 
@@ -241,14 +241,14 @@ class NativeCompute:
     def run_steps(
         self, slots: SlotIndices, counts: SlotIndices, max_steps: int, budget_s: float
     ) -> int:
-        """Compute `counts[i]` known tokens of each slot; return the number of sampled tokens.
+        """Compute `counts[i]` tokens of each slot; return the number of sampled tokens.
 
         If all counts are 1, run up to `max_steps` steps within `budget_s` seconds.
         """
         if self._slots_struct is None or self._stop_ids is not self._slots.stop_ids:
             assert self._block_table is not None
             self._slots_struct = _describe_slots(self._slots, self._block_table)
-            self._stop_ids = self._slots.stop_ids  # replaced if a request has more
+            self._stop_ids = self._slots.stop_ids  # a request with more stop ids replaces the array
         sampled = self._lib.decoder_run(
             self._decoder,
             ctypes.byref(self._slots_struct),
@@ -277,33 +277,33 @@ class NativeCompute:
             return [self._pad_heads(part, state[name].float()).reshape(-1)]
         return list_tensor_parts(state, name)
 
-    def _load_part(self, part: str, layer: int, given: list[Tensor]) -> None:
+    def _load_part(self, part: str, layer: int, tensors: list[Tensor]) -> None:
         """Pack a part; copy only elements of a type that the library does not support."""
-        lying = []
-        for tensor in (tensor.detach().cpu() for tensor in given if tensor.numel()):
+        buffers = []
+        for tensor in (tensor.detach().cpu() for tensor in tensors if tensor.numel()):
             native = tensor.dtype in (torch.float32, torch.bfloat16)
-            lying.append((tensor if native else tensor.float()).contiguous())
-        pieces, end = (_TensorPieceStruct * len(lying))(), 0
-        for piece, tensor in zip(pieces, lying, strict=True):
+            buffers.append((tensor if native else tensor.float()).contiguous())
+        pieces, end = (_TensorPieceStruct * len(buffers))(), 0
+        for piece, tensor in zip(pieces, buffers, strict=True):
             begin, end = end, end + tensor.numel()
-            narrow = tensor.dtype == torch.bfloat16
-            piece.begin, piece.end, piece.at, piece.narrow = begin, end, tensor.data_ptr(), narrow
-        about = WEIGHT_PARTS.index(part), layer, ctypes.byref(pieces), len(lying)
-        if self._lib.decoder_load(self._decoder, *about):
+            piece.begin, piece.end, piece.data = begin, end, tensor.data_ptr()
+            piece.is_bf16 = tensor.dtype == torch.bfloat16
+        args = WEIGHT_PARTS.index(part), layer, ctypes.byref(pieces), len(buffers)
+        if self._lib.decoder_load(self._decoder, *args):
             raise _out_of_memory_error()
 
     @torch.inference_mode()
     def find_differing_weights(self, state: Mapping[str, Tensor]) -> list[str]:
         """Return names of weights that differ between the C++ code and `state`."""
-        odd = [
+        differing = [
             name
             for name, tensor in state.items()
             if not self._has_weights(*_parse_tensor_name(name), tensor)
         ]
         if self._config.tie_embeddings:
             tied = self._has_weights("unembedding", 0, state["embedding"])
-            odd += [] if tied else ["unembedding"]
-        return odd
+            differing += [] if tied else ["unembedding"]
+        return differing
 
     def _has_weights(self, part: str, layer: int, tensor: Tensor) -> bool:
         expected = self._pad_heads(part, tensor.detach().float().cpu()).contiguous()
@@ -317,16 +317,16 @@ class NativeCompute:
     def load_adapter(self, adapter_index: int, deltas: AdapterDeltas) -> None:
         """Pack an adapter and install it as a whole; raise MeshError if memory runs out."""
         ranks = np.zeros((self._config.num_layers, len(ADAPTER_TARGETS)), np.int64)
-        for (layer, name), change in deltas.items():
-            ranks[layer, ADAPTER_TARGETS.index(name)] = change.rank
+        for (layer, name), delta in deltas.items():
+            ranks[layer, ADAPTER_TARGETS.index(name)] = delta.rank
         if self._lib.decoder_adapter_begin(self._decoder, ranks.ctypes.data):
             raise _out_of_memory_error()
-        for (layer, name), change in deltas.items():
-            a = self._pad_heads(name, change.a) if name == "output" else change.a
-            b = self._pad_heads(name, change.b) if name == "qkv" else change.b
+        for (layer, name), delta in deltas.items():
+            a = self._pad_heads(name, delta.a) if name == "output" else delta.a
+            b = self._pad_heads(name, delta.b) if name == "qkv" else delta.b
             a, b = a.contiguous(), b.contiguous()
-            about = layer, ADAPTER_TARGETS.index(name), change.rank
-            self._lib.decoder_adapter_set(self._decoder, *about, a.data_ptr(), b.data_ptr())
+            args = layer, ADAPTER_TARGETS.index(name), delta.rank
+            self._lib.decoder_adapter_set(self._decoder, *args, a.data_ptr(), b.data_ptr())
         if self._lib.decoder_adapter_commit(self._decoder, adapter_index):
             raise _out_of_memory_error()
 
@@ -360,10 +360,10 @@ class NativeCompute:
         scored = np.zeros(max(len(tokens) - 1, 0), np.float32)
         row = np.ascontiguousarray(tokens, np.int64)
         table = np.ascontiguousarray(blocks, np.int32)
-        computed, adapter = np.zeros(1, np.int64), np.array([adapter_index], np.int32)
-        alone = _SlotsStruct(
+        num_computed, adapter = np.zeros(1, np.int64), np.array([adapter_index], np.int32)
+        struct = _SlotsStruct(
             tokens=row.ctypes.data,
-            num_computed_tokens=computed.ctypes.data,
+            num_computed_tokens=num_computed.ctypes.data,
             table=table.ctypes.data,
             adapter_index=adapter.ctypes.data,
             length=len(row),
@@ -372,7 +372,7 @@ class NativeCompute:
         for start in range(0, len(scored), SCORE_CHUNK_TOKENS):
             part = scored[start : start + SCORE_CHUNK_TOKENS]
             if self._lib.decoder_score(
-                self._decoder, ctypes.byref(alone), 0, len(part), part.ctypes.data
+                self._decoder, ctypes.byref(struct), 0, len(part), part.ctypes.data
             ):
                 raise _out_of_memory_error()
         return scored
@@ -395,14 +395,14 @@ def _parse_tensor_name(name: str) -> tuple[str, int]:
 
 
 def _describe_slots(slots: Slots, table: NDArray[np.int32]) -> _SlotsStruct:
-    described = _SlotsStruct(
+    struct = _SlotsStruct(
         length=slots.max_length, table_width=table.shape[1], stop_width=slots.stop_ids.shape[1]
     )
     for name, dtype in _SLOT_ARRAYS.items():
         array = table if name == "table" else getattr(slots, name)
         assert array.dtype == dtype and array.flags.c_contiguous
-        setattr(described, name, array.ctypes.data if array.size else None)
-    return described
+        setattr(struct, name, array.ctypes.data if array.size else None)
+    return struct
 
 
 def _out_of_memory_error() -> MeshError:

@@ -30,9 +30,10 @@ NO_REQUEST = -1  # request id of a slot without a request
 class Slots:
     """State of each slot.
 
-    Of a slot's tokens, the first `known` are given or sampled, and the first `computed` are in the
-    cache. A slot is free, runs a request, or retains an idle session's tokens until another request
-    needs the slot; the session that is idle for longest is evicted first.
+    A slot has `num_tokens` prompt tokens and sampled tokens, of which the first
+    `num_computed_tokens` are in the cache. A slot is free, runs a request, or retains an idle
+    session's tokens until another request needs the slot. The session that is idle for longest is
+    evicted first.
     """
 
     def __init__(self, num_slots: int, max_length: int, experts_per_token: int = 0) -> None:
@@ -231,7 +232,7 @@ class Slots:
         raw_logprobs: NDArray[np.float32],
         experts: NDArray[np.int16] = NO_EXPERTS,
     ) -> None:
-        """Append a sampled token to each slot; `finish` marks the requests that it ends."""
+        """Append a sampled token to each slot; `finish_reason` marks the requests that it ends."""
         at = self.num_tokens[slots]
         self.tokens[slots, at] = tokens
         self.logprobs[slots, at] = logprobs

@@ -62,23 +62,25 @@ def divide_pool(
     """
     found = PoolDivision(time_slicing=time_slicing)
     rooms = _PlaceCapacity(workers_by_place, place_kind)
-    left = sum(workers_by_place.values())
+    remaining_workers = sum(workers_by_place.values())
     levels: list[tuple[dict[str, ShareBounds], int]] = []
     for _, grouped in groupby(jobs, key=lambda job: job.requirements.priority):
         level = list(grouped)
-        bounds, kept = _admit_priority_level(level, left, rooms, claims, time_slicing, found)
-        levels.append((bounds, kept))
-        left -= kept
-    for bounds, kept in levels:
-        shares = fill_shares(bounds, kept + left)
-        left = kept + left - sum(shares.values())
+        bounds, reserved_workers = _admit_priority_level(
+            level, remaining_workers, rooms, claims, time_slicing, found
+        )
+        levels.append((bounds, reserved_workers))
+        remaining_workers -= reserved_workers
+    for bounds, reserved_workers in levels:
+        shares = fill_shares(bounds, reserved_workers + remaining_workers)
+        remaining_workers = reserved_workers + remaining_workers - sum(shares.values())
         found.workers.update(shares)
     for job in jobs:  # a running core need not sleep because an engine is lost
         here = has_started(job) and claims.get(job.id, ShareClaim()).core_place
-        if left >= job.requirements.ranks and job.id in found.rejected and here:
-            found.workers[job.id] = left
+        if remaining_workers >= job.requirements.ranks and job.id in found.rejected and here:
+            found.workers[job.id] = remaining_workers
             del found.rejected[job.id]
-            left = 0
+            remaining_workers = 0
     return found
 
 
@@ -161,10 +163,12 @@ def _admit_priority_level(
         else:
             why = f"no {capacity.place_kind} has {job.requirements.ranks} workers left for its core"
             division.rejected[job.id] = why
-    kept = sum(bound.min_workers for bound in bounds.values())
+    reserved_workers = sum(bound.min_workers for bound in bounds.values())
     if tight:  # admitted jobs take their floors before lower priorities
-        kept = min(free_workers, sum(max(full[job], bounds[job].min_workers) for job in bounds))
-    return bounds, kept
+        reserved_workers = min(
+            free_workers, sum(max(full[job], bounds[job].min_workers) for job in bounds)
+        )
+    return bounds, reserved_workers
 
 
 class _PlaceCapacity:
@@ -206,12 +210,14 @@ class _PlaceCapacity:
 
     def _can_fit_engine(self, place: str, requirements: JobRequirements) -> bool:
         """Return True if the engines of earlier jobs and one of this job fit beside its core."""
-        left = {
+        remaining_by_place = {
             p: self._count_unreserved(p) - (requirements.ranks if p == place else 0)
             for p in self._free_workers
         }
         alone = requirements.smallest_engine == 1 or not requirements.needs_rollout
-        return left[place] >= 0 and (alone or max(left.values()) >= requirements.smallest_engine)
+        return remaining_by_place[place] >= 0 and (
+            alone or max(remaining_by_place.values()) >= requirements.smallest_engine
+        )
 
     def _count_unreserved(self, place: str) -> int:
         return self._free_workers[place] - self._reserved_workers[place]

@@ -26,23 +26,23 @@ def record_measurements(
     correction: Correction,
 ) -> SplitState:
     """Return the split state with the measurements since `previous`, for display."""
-    shown: dict[str, Any] = {}
+    explanation: dict[str, Any] = {}
     curves = engine_curves.update_curves(state.curves, job.measurements.curves)
     if curves is not state.curves and (
-        told := engine_curves.compare_with_predictions(curves, job, correction)
+        comparison := engine_curves.compare_with_predictions(curves, job, correction)
     ):
-        shown["degrees"] = told
+        explanation["degrees"] = comparison
     if trained := _compare_training(draft, job, previous, state):
-        asked, foretold_s, observed_s = trained
-        shown["training"] = {
-            "kind": asked.kind,
-            "predicted_s": float(f"{correction.correct(asked.key, foretold_s):.4g}"),
+        query, predicted_s, observed_s = trained
+        explanation["training"] = {
+            "kind": query.kind,
+            "predicted_s": float(f"{correction.correct(query.key, predicted_s):.4g}"),
             "observed_s": float(f"{observed_s:.4g}"),
-            "error": round(correction.compute_error(asked.key), 4),
+            "error": round(correction.compute_error(query.key), 4),
         }
-    if curves is state.curves and not shown:
+    if curves is state.curves and not explanation:
         return state
-    return replace(state, curves=curves, explanation=dict(state.explanation) | shown)
+    return replace(state, curves=curves, explanation=dict(state.explanation) | explanation)
 
 
 def update_correction(
@@ -62,8 +62,8 @@ def update_correction(
                 correction, job, known.curves, watch.curves
             )
         if trained := _compare_training(draft, job, known, watch):
-            asked, foretold_s, observed_s = trained
-            correction = correction.observe(asked.key, foretold_s, observed_s)
+            query, predicted_s, observed_s = trained
+            correction = correction.observe(query.key, predicted_s, observed_s)
     return correction
 
 
@@ -76,14 +76,14 @@ def _compare_training(
     older, newer = state.window_start, state.next_window_start
     if older is None or newer is None or newer == previous.next_window_start:
         return None
-    window, asked = (
+    window, query = (
         build_window(older, newer),
         build_training_query(draft, job, draft.get_instances(job.id)),
     )
-    if window is None or asked is None:
+    if window is None or query is None:
         return None
     sequences, tokens = (n / window.steps for n in (window.work.trajectories, window.work.tokens))
-    foretold = predict_training(asked, sequences, tokens)
-    if foretold is None:
+    prediction = predict_training(query, sequences, tokens)
+    if prediction is None:
         return None
-    return asked, foretold.gradient_s, window.work.work_s / window.steps
+    return query, prediction.gradient_s, window.work.work_s / window.steps

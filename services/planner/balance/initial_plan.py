@@ -56,8 +56,8 @@ def prepare_initial_plan(
     assert split is not None
     team, lengths = draft.get_instances(job.id), job.measurements.lengths
     curves = [one for one in select_curves(job, state) if one.fitted_steps > 0]
-    asked = build_training_query(draft, job, team)
-    if lengths is None or not curves or asked is None or not split.engines:
+    query = build_training_query(draft, job, team)
+    if lengths is None or not curves or query is None or not split.engines:
         return None
     trajectories = float(terms.groups_per_step * terms.group_size)
     sampled = work.sampled / work.trajectories
@@ -68,7 +68,7 @@ def prepare_initial_plan(
         trained_tokens=trajectories * (work.prompted / work.trajectories + sampled),
         length_quantiles=lengths.sampled_tokens,
     )
-    training = predict_corrected_training(asked, trajectories, now.trained_tokens, correction)
+    training = predict_corrected_training(query, trajectories, now.trained_tokens, correction)
     if training is None:
         return None
     rates = StepRates(

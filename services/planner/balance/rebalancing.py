@@ -114,9 +114,9 @@ def balance_job(
         config.moves
         and not several
         and is_initial_plan_due(job, state, mark)
-        and (taken := simulation_budget.take(state))
+        and (charged_state := simulation_budget.take(state))
     ):
-        state = taken
+        state = charged_state
         found = prepare_initial_plan(draft, job, state, mark, correction)
         if found is not None:
             state = _plan_shift(draft, job, state, mark, found, OPENING)
@@ -131,14 +131,14 @@ def balance_job(
         return state
     if state.trial is not None:
         return _judge_trial(draft, job, state, mark, simulation_budget)
-    taken = (
+    charged_state = (
         simulation_budget.take(state)
         if state.compute_window(mark, MIN_WINDOW_STEPS) is not None
         else None
     )
-    if taken is None:
+    if charged_state is None:
         return state
-    state, found = assess_job(draft, job, taken, mark)
+    state, found = assess_job(draft, job, charged_state, mark)
     if found is None:
         return state
     if several:
@@ -159,8 +159,8 @@ def _judge_trial(
     trial, team, terms = state.trial, draft.get_instances(job.id), build_step_terms(job)
     assert trial is not None
     if not trial.split_after.is_same(state.split):
-        told = f"the move of step {trial.step} cannot be assessed: the split has changed since"
-        return record_explanation(replace(state, trial=None), None, told)
+        summary = f"the move of step {trial.step} cannot be assessed: the split has changed since"
+        return record_explanation(replace(state, trial=None), None, summary)
     trial = trials.update_trial_window(trial, team.is_reconciled, totals, terms)
     state = replace(state, trial=trial)
     failures = state.failed_moves.get(trial.direction, 0)
@@ -168,10 +168,10 @@ def _judge_trial(
     window = build_window(trial.window_start, totals) if trial.window_start is not None else None
     if window is None or not window.is_long_enough(steps) or window.step_s <= 0:
         return state
-    taken = simulation_budget.take(state)
-    if taken is None:
+    charged_state = simulation_budget.take(state)
+    if charged_state is None:
         return state
-    state = taken
+    state = charged_state
     verdict = _compute_verdict(draft, job, state, totals, window, steps)
     if verdict is None:
         return state
@@ -188,11 +188,11 @@ def _judge_trial(
             shifted = trial.split_after.trainers - trial.split_before.trainers
             _apply_shift(draft, job, team, -shifted, UNDO_RULE, figures)
     did = "paid off" if verdict.paid else "did not pay off and is undone"
-    told = (
+    summary = (
         f"the move of step {verdict.step} to {verdict.direction} {did}: {verdict.observed_s:.3g} s "
         f"a step, {verdict.expected_s:.3g} s without it"
     )
-    return record_explanation(state, None, told)
+    return record_explanation(state, None, summary)
 
 
 def _compute_verdict(
@@ -212,7 +212,7 @@ def _compute_verdict(
     now = measure_demand(window, terms, job.measurements.lengths)
     if now is None:
         return None
-    shown = TrialEvidence(
+    evidence = TrialEvidence(
         window, now, state.step_ends.estimate_mean_error(trial.window_start.step, totals.step)
     )
     if trial.rule == OPENING:
@@ -221,8 +221,8 @@ def _compute_verdict(
         )
         if measured is None:
             return None  # a prediction is no evidence for itself
-        shown = replace(shown, rates=measured)
-    return trials.judge_trial(trial, shown, terms, steps)
+        evidence = replace(evidence, rates=measured)
+    return trials.judge_trial(trial, evidence, terms, steps)
 
 
 # -- predicted effect of a move ----------------------------------------------------------------
@@ -250,8 +250,8 @@ def _plan_shift(
     trial = inputs.create_trial(
         job, state, rule, arrived[0].instance.id, after, after_s, abs(shift)
     )
-    told = f"workers moved to {towards}: {abs(shift)}"
-    return record_explanation(state.record_move(totals.step, trial), model, told, window)
+    summary = f"workers moved to {towards}: {abs(shift)}"
+    return record_explanation(state.record_move(totals.step, trial), model, summary, window)
 
 
 def _find_best_shift(

@@ -130,8 +130,8 @@ def assess_job(
     )
     window = state.compute_window(totals, MIN_WINDOW_STEPS)
     assert split is not None
-    told = {d.move.id for d in draft.decisions if isinstance(d, FinishMove)}
-    moving = {one.gang for one in draft.snapshot.moves if one.id not in told}
+    finished_ids = {d.move.id for d in draft.decisions if isinstance(d, FinishMove)}
+    moving = {one.gang for one in draft.snapshot.moves if one.id not in finished_ids}
     if window is None or any(one.gang in moving for one in team.placements):
         return state, None
     now, cores = (
@@ -183,7 +183,7 @@ def explain_move_rejection(
     made.
     """
     window, config, step_s = inputs.window, job.config, inputs.current_step_s
-    left = job.total_steps - job.steps_done if job.total_steps else 1 << 30
+    remaining_steps = job.total_steps - job.steps_done if job.total_steps else 1 << 30
     switch_s = (
         (state.switch_s or DEFAULT_SWITCH_S) * moved_workers / max(1, instances.awake_worker_count)
     )
@@ -191,7 +191,9 @@ def explain_move_rejection(
     if window.steps < config.window_steps and saved_s < MIN_EARLY_GAIN * step_s:
         return f"{window.steps} steps are too few for a decision"
     failures = state.failed_moves.get(direction, 0)
-    why = triggers.explain_insufficient_gain(saved_s, step_s, config, failures, left, switch_s)
+    why = triggers.explain_insufficient_gain(
+        saved_s, step_s, config, failures, remaining_steps, switch_s
+    )
     return f"{moved_workers} more to {direction}: {why}" if why else ""
 
 

@@ -90,9 +90,9 @@ def plan_reshape(
     )
     trial = inputs.create_trial(job, state, RESHAPE_RULE, arrived, after, after_s, moved)
     trial = replace(trial, bias=state.bias.get(towards, 1.0))
-    told = f"{moved} workers become {after.description}"
+    summary = f"{moved} workers become {after.description}"
     return record_explanation(
-        state.record_move(totals.step, trial), inputs.prediction, told, inputs.window
+        state.record_move(totals.step, trial), inputs.prediction, summary, inputs.window
     )
 
 
@@ -119,18 +119,25 @@ def start_restore(
 
 def advance_reshape(draft: PoolDraft, job: PlannedJob, state: SplitState, step: int) -> SplitState:
     """Advance the engines towards the desired shape, and return the new split state."""
-    wish = state.desired_shape
-    assert wish is not None
-    if draft.snapshot.now_ms > wish.deadline_ms:
+    desired_shape = state.desired_shape
+    assert desired_shape is not None
+    if draft.snapshot.now_ms > desired_shape.deadline_ms:
         failures = dict(state.failed_moves)
         failures[DEGREES_DIRECTION] = failures.get(DEGREES_DIRECTION, 0) + 1
         state = replace(
             state, desired_shape=None, trial=None, failed_moves=failures, last_move_step=step
         )
-        return record_explanation(state, None, f"{list(wish.degrees)} could not be formed in time")
-    why = Rationale(wish.rule, job.id, dict(wish.figures))
+        return record_explanation(
+            state, None, f"{list(desired_shape.degrees)} could not be formed in time"
+        )
+    why = Rationale(desired_shape.rule, job.id, dict(desired_shape.figures))
     done = reshape_engines(
-        draft, job, wish.degrees, hybrids=wish.hybrids, rationale=why, details=dict(wish.figures)
+        draft,
+        job,
+        desired_shape.degrees,
+        hybrids=desired_shape.hybrids,
+        rationale=why,
+        details=dict(desired_shape.figures),
     )
     return replace(state, desired_shape=None) if done else state
 
@@ -146,9 +153,9 @@ def _start_reshape(
 ) -> tuple[SplitState, str]:
     """Set a desired shape. Return the split state, and the id of the first new instance."""
     late_ms = round(1000 * DEADLINE_FACTOR * draft.snapshot.settings.move_timeout_s)
-    wish = DesiredShape(rule, degrees, hybrids, draft.snapshot.now_ms + late_ms, figures)
+    desired_shape = DesiredShape(rule, degrees, hybrids, draft.snapshot.now_ms + late_ms, figures)
     before = len(draft.decisions)
-    state = advance_reshape(draft, job, replace(state, desired_shape=wish), 0)
+    state = advance_reshape(draft, job, replace(state, desired_shape=desired_shape), 0)
     moves = (
         d for d in draft.decisions[before:] if isinstance(d, PlaceInstance) and d.move is not None
     )
@@ -237,9 +244,9 @@ def _predict_split(
 
 
 def _count_moved_workers(before: WorkerSplit, after: WorkerSplit) -> int:
-    gone, come = Counter(before.degrees), Counter(after.degrees)
-    leave = sum(degree * n for degree, n in (gone - come).items())
-    arrive = sum(degree * n for degree, n in (come - gone).items())
+    removed, added = Counter(before.degrees), Counter(after.degrees)
+    leave = sum(degree * n for degree, n in (removed - added).items())
+    arrive = sum(degree * n for degree, n in (added - removed).items())
     return max(leave, arrive, abs(after.trainers - before.trainers))
 
 

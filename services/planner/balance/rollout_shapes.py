@@ -123,10 +123,10 @@ def _fill_idle_workers(
         used[gang.place] += gang.degree
     gangs, helpers = [(gang.kind, gang.degree) for gang in plan.gangs], len(plan.training_places)
     for node in options.nodes:
-        left = node.free_accelerators - used[node.place]
-        more = 0 if as_hybrids else left // options.min_degree
+        idle_workers = node.free_accelerators - used[node.place]
+        more = 0 if as_hybrids else idle_workers // options.min_degree
         gangs += [(node.kind, options.min_degree)] * more
-        helpers += left - more * options.min_degree if options.allows_hybrids else 0
+        helpers += idle_workers - more * options.min_degree if options.allows_hybrids else 0
     return tuple(gangs), helpers
 
 

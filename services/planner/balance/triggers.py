@@ -63,10 +63,11 @@ def explain_insufficient_gain(
     """Explain why a plan that saves `gain_s` of each step is not applied; empty: it is. The
     required gain is at least the model error, and doubles with each failed move of the kind.
     """
-    asked = max(config.gain, MODEL_ERROR) * (1 << min(failures, 4))
-    if gain_s < asked * step_s:
+    required_gain = max(config.gain, MODEL_ERROR) * (1 << min(failures, 4))
+    if gain_s < required_gain * step_s:
         return (
-            f"it would save {gain_s / step_s:.1%} of a step, and at least {asked:.0%} is required"
+            f"it would save {gain_s / step_s:.1%} of a step, and at least "
+            f"{required_gain:.0%} is required"
         )
     if gain_s * remaining_steps <= switch_s:
         return (

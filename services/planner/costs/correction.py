@@ -77,5 +77,5 @@ class Correction:
         if not (0 < predicted < math.inf and 0 < observed < math.inf):
             return self
         others = {one: factor for one, factor in self.factors.items() if one != key}
-        kept = list(others.items())[-(MAX_KEYS - 1) :]
-        return Correction(dict(kept) | {key: self.get_factor(key).observe(predicted, observed)})
+        retained = list(others.items())[-(MAX_KEYS - 1) :]
+        return Correction(dict(retained) | {key: self.get_factor(key).observe(predicted, observed)})

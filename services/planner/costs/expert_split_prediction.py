@@ -49,8 +49,10 @@ def encode_prediction_inputs(job: PlannedJob, kind_counts: Mapping[str, int]) ->
     """
     lengths, step = job.measurements.lengths, (job.groups_per_step, job.group_size, job.bin_tokens)
     sampled = () if lengths is None else (*lengths.sampled_tokens, lengths.mean_prompt_tokens)
-    told = [float(f"{tokens:.1g}") for tokens in sampled]
-    return json.dumps([sorted(kind_counts.items()), step, sorted(job.measurements.profiles), told])
+    rounded_tokens = [float(f"{tokens:.1g}") for tokens in sampled]
+    return json.dumps(
+        [sorted(kind_counts.items()), step, sorted(job.measurements.profiles), rounded_tokens]
+    )
 
 
 def predict_expert_split(
@@ -101,9 +103,16 @@ def _predict_between_kinds(
         return None
     best = max(shapes, key=lambda shape: (shape.tokens_per_s, -shape.micro_batches))
     apart = ExpertSplit(best.ranks.attention, best.micro_batches, best.hosting.on_attention_ranks)
-    trained, alike = best.tokens_per_s, _predict_uniform(profile, step, kind_counts, ranks)
+    split_tokens_per_s, uniform_tokens_per_s = (
+        best.tokens_per_s,
+        _predict_uniform(profile, step, kind_counts, ranks),
+    )
     return ExpertSplitPrediction(
-        (fast, slow), apart, trained / step.token_scale, alike / step.token_scale, profiled
+        (fast, slow),
+        apart,
+        split_tokens_per_s / step.token_scale,
+        uniform_tokens_per_s / step.token_scale,
+        profiled,
     )
 
 
@@ -114,16 +123,18 @@ def build_profile(job: PlannedJob, fast: str, slow: str) -> tuple[MixtureProfile
     assert job.model_shape is not None
     profile = build_declared_profile(job.model_shape, fast, slow)
     again = RECOMPUTE_FACTOR * job.activation_checkpointing
-    told = [
+    measured_profiles = [
         job.measurements.profiles[kind]
         for kind in (fast, slow)
         if kind in job.measurements.profiles
     ]
-    if len(told) < 2:
+    if len(measured_profiles) < 2:
         profile = replace(profile, backward=BACKWARD_FACTOR + again)
         return profile.scale_time(_load_emulation(job).time_scale), False
-    kinds = [parse_accelerator_costs(one["kind"], "a measured kind") for one in told]
-    backward = sum(float(one["backward"]) for one in told) / len(told) + again
+    kinds = [parse_accelerator_costs(one["kind"], "a measured kind") for one in measured_profiles]
+    backward = (
+        sum(float(one["backward"]) for one in measured_profiles) / len(measured_profiles) + again
+    )
     return replace(profile, fast=kinds[0], slow=kinds[1], backward=backward), True
 
 

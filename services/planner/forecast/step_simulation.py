@@ -150,10 +150,10 @@ class _StepSimulation:
         return self._version - self._start_versions[group] > self._terms.max_staleness
 
     def _start_training(self) -> float:
-        taken = [self._ready_groups.popleft() for _ in range(self._groups_per_step)]
+        step_groups = [self._ready_groups.popleft() for _ in range(self._groups_per_step)]
         members = self._groups_per_step * self._terms.group_size
         drawn = self._drawn_groups
-        more = sum(drawn[group % len(drawn)][1] for group in taken) / members
+        more = sum(drawn[group % len(drawn)][1] for group in step_groups) / members
         part = compute_gradient_share(
             self._split.trainers, more * self._demand.trained_tokens, self._terms
         )

@@ -111,15 +111,16 @@ class StepEnds:
         ends = [one for one in self.ends if first_step <= one[0] <= last_step]
         # For each snapshot with new steps: their number and mean time.
         parts = [(b[0] - a[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(ends)]
-        told, squares = len(parts) - 1, 0.0
-        if told > 0:
+        degrees_of_freedom, squares = len(parts) - 1, 0.0
+        if degrees_of_freedom > 0:
             weight = sum(steps for steps, _ in parts)
             each = weight / len(parts)  # means of several steps differ less
             mean_s = sum(steps * s for steps, s in parts) / weight
             variance = sum(steps * (s - mean_s) ** 2 for steps, s in parts) / weight
             squares = variance * each * len(parts) / max(mean_s, 1e-9) ** 2
         return math.sqrt(
-            (squares + PRIOR_STEPS * PRIOR_DEVIATION**2) / (max(0, told) + PRIOR_STEPS)
+            (squares + PRIOR_STEPS * PRIOR_DEVIATION**2)
+            / (max(0, degrees_of_freedom) + PRIOR_STEPS)
         )
 
     def estimate_mean_error(self, first_step: int, last_step: int) -> float:

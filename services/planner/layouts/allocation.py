@@ -141,9 +141,9 @@ def _list_candidates(
     for (kind, workers, tensor), timed in fastest.items():
         if not math.isfinite(timed.train_s):
             continue
-        taken = take_accelerators(nodes, kind, workers, tensor)
-        if taken is not None and (left := count_supply(taken[0], largest)):
-            found.append(_TrainingCandidate(timed, taken[0], tuple(taken[1]), left))
+        allocation = take_accelerators(nodes, kind, workers, tensor)
+        if allocation is not None and (supply := count_supply(allocation[0], largest)):
+            found.append(_TrainingCandidate(timed, allocation[0], tuple(allocation[1]), supply))
     return sorted(found, key=lambda way: (way.option.train_s, way.option.layout.workers))
 
 

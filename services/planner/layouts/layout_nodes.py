@@ -64,26 +64,26 @@ def take_accelerators(
         if block >= unit
     ]
     for block, index in sorted(blocks):
-        taken = min(block, workers)
-        free[index] -= taken
-        workers -= taken
-        places += [nodes[index].place] * (taken // unit)
+        count = min(block, workers)
+        free[index] -= count
+        workers -= count
+        places += [nodes[index].place] * (count // unit)
         if not workers:
-            left = (
+            remaining_nodes = (
                 replace(node, free_accelerators=n) for node, n in zip(nodes, free, strict=True) if n
             )
-            return tuple(left), places
+            return tuple(remaining_nodes), places
     return None if workers else (tuple(nodes), places)
 
 
 def place_gangs(nodes: Sequence[LayoutNode], gangs: Sequence[tuple[str, int]]) -> list[str]:
     """Return the place of each gang of (kind, degree). Raise ValueError if they do not fit."""
-    left = list(nodes)
+    remaining_nodes = list(nodes)
     found = [""] * len(gangs)
     for index in sorted(range(len(gangs)), key=lambda i: -gangs[i][1]):
         kind, degree = gangs[index]
-        taken = take_accelerators(left, kind, degree, degree)
-        if taken is None:
+        allocation = take_accelerators(remaining_nodes, kind, degree, degree)
+        if allocation is None:
             raise ValueError(f"no node has {degree} free accelerators of kind {kind}")
-        left, found[index] = list(taken[0]), taken[1][0]
+        remaining_nodes, found[index] = list(allocation[0]), allocation[1][0]
     return found

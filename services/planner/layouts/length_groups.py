@@ -44,12 +44,12 @@ def make_uniform_group(
     requests: int, prompt_tokens: float, generated_tokens: float, tool_s: float = 0.0
 ) -> LengthGroup:
     """Make a group of trajectories with the same number of tokens each."""
-    held = generated_tokens * (prompt_tokens + generated_tokens / 2)
+    context_token_steps = generated_tokens * (prompt_tokens + generated_tokens / 2)
     return LengthGroup(
         requests,
         requests * prompt_tokens,
         requests * generated_tokens,
-        requests * held,
+        requests * context_token_steps,
         generated_tokens,
         prompt_tokens + generated_tokens,
         prompt_tokens,

@@ -98,19 +98,19 @@ class RangeCosts:
         if (np.diff(self._max_generated_tokens) < 0).any():
             raise ValueError("groups are not ordered by the tokens of their longest trajectory")
         generated = _accumulate(group.generated_tokens for group in groups)
-        held = _accumulate(group.context_token_steps for group in groups)
+        context_token_steps = _accumulate(group.context_token_steps for group in groups)
         prompts = _accumulate(group.prompt_tokens for group in groups)
         tools_s = _accumulate(group.total_tool_s for group in groups)
         self._server_sums: list[_ServerSums] = []
         for one in servers:
             rate, curve = one.curve.prefill_tokens_per_s, one.curve
-            shared = curve.sequence_s * generated + curve.context_s * held
+            shared = curve.sequence_s * generated + curve.context_s * context_token_steps
             shared = shared + (prompts / rate if rate else 0.0)
             bounds = [
                 shared + (curve.base_s * generated + tools_s) / one.slots,
                 shared
                 + (
-                    curve.base_s * held / one.kv_capacity_tokens
+                    curve.base_s * context_token_steps / one.kv_capacity_tokens
                     if one.kv_capacity_tokens > 0
                     else 0.0
                 ),

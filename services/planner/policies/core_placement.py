@@ -61,12 +61,13 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
     own = draft.get_instances(job.id)
     if ranks > 1:
         near = [w for w in draft.placeable_workers if draft.get_place(w) == core_place]
-        wanted = [
+        split_workers = [
             w
             for w in near
             if match_kind(draft.workers[w].accelerator) in job.requirements.expert_split_kinds
         ]
-        near = wanted if len(wanted) >= ranks else near  # of the kinds for the expert split
+        if len(split_workers) >= ranks:  # of the kinds for the expert split
+            near = split_workers
     else:
         mine = [
             w for seated in own.placements for w in seated.workers if w in draft.placeable_workers
@@ -141,21 +142,21 @@ def choose_fewest_hosts(
     fit = {
         host: sorted(one for one in some if one[0] < cost_limit) for host, some in offers.items()
     }
-    left = {host: some for host, some in fit.items() if some}
-    if sum(map(len, left.values())) < ranks:
+    remaining_offers = {host: some for host, some in fit.items() if some}
+    if sum(map(len, remaining_offers.values())) < ranks:
         return []
     chosen: list[list[tuple[int, str]]] = []
 
     def order(host: str) -> tuple[int, int, WorkerOffer]:
-        some, cost = left[host], sum(cost for cost, _ in left[host][:ranks])
-        return (cost, len(some), some[0]) if whole else (-len(some), cost, some[0])
+        some, cost = remaining_offers[host], sum(cost for cost, _ in remaining_offers[host][:ranks])
+        return (cost, len(some), some[0]) if sufficient_hosts else (-len(some), cost, some[0])
 
     while ranks:  # the largest first, until one host has all remaining ranks
-        whole = [host for host, some in left.items() if len(some) >= ranks]
-        host = min(whole or left, key=order)
-        taken = left.pop(host)[:ranks]
-        chosen.append(sorted(name for _, name in taken))
-        ranks -= len(taken)
+        sufficient_hosts = [host for host, some in remaining_offers.items() if len(some) >= ranks]
+        host = min(sufficient_hosts or remaining_offers, key=order)
+        host_offers = remaining_offers.pop(host)[:ranks]
+        chosen.append(sorted(name for _, name in host_offers))
+        ranks -= len(host_offers)
     return [worker for names in sorted(chosen) for _, worker in names]
 
 

@@ -45,23 +45,23 @@ def add_engines(draft: PoolDraft, job: PlannedJob, max_workers: int, rationale: 
     """Add engines on idle workers, at most `max_workers` in total; return their number of
     workers.
     """
-    taken = 0
+    used_workers = 0
     for degree in job.requirements.tensor_parallel:
         if degree == 1:
-            while taken < max_workers and (worker := _find_idle_worker(draft, job)):
+            while used_workers < max_workers and (worker := _find_idle_worker(draft, job)):
                 draft.place_instance([worker], job.id, Role.ROLLOUT, rationale)
-                taken += 1
+                used_workers += 1
             continue
-        if max_workers - taken < degree:
+        if max_workers - used_workers < degree:
             break
         for there in find_idle_workers(draft, job.requirements, degree).values():
             for start in range(0, len(there) - degree + 1, degree):
-                if max_workers - taken >= degree:
+                if max_workers - used_workers >= degree:
                     draft.place_instance(
                         there[start : start + degree], job.id, Role.ROLLOUT, rationale
                     )
-                    taken += degree
-    return taken
+                    used_workers += degree
+    return used_workers
 
 
 def place_only_engine(
@@ -117,13 +117,13 @@ def reshape_engines(
     degrees = sorted((d for d in desired_degrees if d in allowed), reverse=True) or [
         job.requirements.smallest_engine
     ]
-    kept, surplus, lacking = _match_engines(draft.get_instances(job.id).engines, degrees)
+    matched, surplus, lacking = _match_engines(draft.get_instances(job.id).engines, degrees)
     there = draft.get_instances(job.id).hybrids  # of the removable ones the last first
     over = 0 if hybrids is None else max(0, len(there) - hybrids)
     spare = [one for one in reversed(there) if not one.instance.pinned][:over]
-    held = _choose_serving_engine(draft, job, kept, surplus, spare, lacking)
-    if held is not None:
-        surplus.remove(held)
+    serving_engine = _choose_serving_engine(draft, job, matched, surplus, spare, lacking)
+    if serving_engine is not None:
+        surplus.remove(serving_engine)
     unmet = False
     for degree in lacking:
         found = _find_workers(draft, job, degree, surplus, spare)
@@ -137,17 +137,17 @@ def reshape_engines(
         here = draft.placements_by_job.get(job.id, {})
         for seated in [one for one in (*surplus, *spare) if one.instance.id in here]:
             draft.remove_instance(seated, rationale)
-    if unmet or held is not None:
+    if unmet or serving_engine is not None:
         return False
     if hybrids is None:
         return True
-    told = {"policy": rationale.rule, **(details or {}), "to": Role.TRAINING}
+    move_details = {"policy": rationale.rule, **(details or {}), "to": Role.TRAINING}
     while len(draft.get_instances(job.id).hybrids) < hybrids:  # on idle workers
         worker = draft.find_free_worker(lambda w: can_host_hybrid(draft, job.requirements, w))
         if not worker:
             return False
-        made = make_reversible_move(draft, job.id, Role.ROLLOUT, told)
-        draft.place_instance([worker], job.id, Role.TRAINING, rationale, move=made)
+        move_factory = make_reversible_move(draft, job.id, Role.ROLLOUT, move_details)
+        draft.place_instance([worker], job.id, Role.TRAINING, rationale, move=move_factory)
     return len(draft.get_instances(job.id).hybrids) == hybrids
 
 
@@ -157,16 +157,16 @@ def _match_engines(
     """Match engines with degrees. Return the engines that stay, the surplus engines, and the
     degrees without an engine.
     """
-    kept: list[InstancePlacement] = []
+    matched: list[InstancePlacement] = []
     surplus: list[InstancePlacement] = []
-    left = Counter(degrees)
+    unmatched_degrees = Counter(degrees)
     order = sorted(engines, key=lambda e: (not e.instance.pinned, not e.instance.is_reconciled))
     for engine in order:
         degree = len(engine.workers)
-        fits = left[degree] > 0
-        left[degree] -= int(fits)
-        (kept if fits or engine.instance.pinned else surplus).append(engine)
-    return kept, surplus, sorted(left.elements(), reverse=True)
+        fits = unmatched_degrees[degree] > 0
+        unmatched_degrees[degree] -= int(fits)
+        (matched if fits or engine.instance.pinned else surplus).append(engine)
+    return matched, surplus, sorted(unmatched_degrees.elements(), reverse=True)
 
 
 def _choose_serving_engine(
@@ -289,13 +289,13 @@ def place_engine(
     own = [one for one in gathered.evicted if one.instance.job == job.id]
     for seated in gathered.evicted:
         draft.remove_instance(seated, rationale)
-    made = (
+    move_factory = (
         _make_engine_move(draft, job, gathered, own, rationale, details)
         if details is not None
         else None
     )
     draft.place_instance(
-        gathered.workers, job.id, Role.ROLLOUT, rationale, pinned=pinned, move=made, op=op
+        gathered.workers, job.id, Role.ROLLOUT, rationale, pinned=pinned, move=move_factory, op=op
     )
 
 
@@ -312,14 +312,18 @@ def _make_engine_move(
     """
     named = Counter(f"{one.instance.role} of {len(one.workers)}" for one in own_placements)
     did = ", ".join(f"{n} {name}" for name, n in sorted(named.items())) or str(Role.IDLE)
-    told = {"policy": rationale.rule, "from": did, **details}
+    move_details = {"policy": rationale.rule, "from": did, **details}
     inside = [one for one in own_placements if set(one.workers) <= set(gathered.workers)]
     ids = [one.instance.id for one in own_placements]
     degrees = [len(one.workers) for one in inside]
-    whole = sum(degrees) == len(gathered.workers)
+    covers_all_workers = sum(degrees) == len(gathered.workers)
     roles = {one.instance.role for one in inside}
-    if whole and roles == {Role.TRAINING}:
-        return make_reversible_move(draft, job.id, Role.TRAINING, told, removed_instances=ids)
-    if not whole or roles != {Role.ROLLOUT}:
+    if covers_all_workers and roles == {Role.TRAINING}:
+        return make_reversible_move(
+            draft, job.id, Role.TRAINING, move_details, removed_instances=ids
+        )
+    if not covers_all_workers or roles != {Role.ROLLOUT}:
         degrees = [len(gathered.workers)]
-    return make_reversible_move(draft, job.id, Role.ROLLOUT, told, degrees, removed_instances=ids)
+    return make_reversible_move(
+        draft, job.id, Role.ROLLOUT, move_details, degrees, removed_instances=ids
+    )

@@ -29,8 +29,8 @@ def evict_lost(draft: PoolDraft, presence: PoolPresence) -> None:
     for gang in list(draft.gangs.values()):
         if known.issuperset(gang.workers):
             continue
-        gone = {rank for rank, worker in enumerate(gang.workers) if worker not in known}
-        hit = [r for r in gang.instances if 0 in gone or gone.intersection(r.ranks)]
+        lost_ranks = {rank for rank, worker in enumerate(gang.workers) if worker not in known}
+        hit = [r for r in gang.instances if 0 in lost_ranks or lost_ranks.intersection(r.ranks)]
         short = {resident.job for resident in hit}
         for resident in gang.instances:
             if resident in hit or (resident.time_sliced and resident.job in short):

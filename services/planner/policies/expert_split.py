@@ -250,12 +250,12 @@ def _apply_split(
         since_ms = draft.snapshot.now_ms - core.instance.desired_since_ms
         if since_ms > 1000 * draft.snapshot.settings.move_timeout_s:
             core = draft.update_instance(core, why, tier=Tier.ACCELERATOR)
-            told = "its state could not be saved as a checkpoint"
+            reason = "its state could not be saved as a checkpoint"
             return replace(
                 state,
                 desired_split=core.instance.expert_split,
                 change_count=MAX_CHANGES,
-                reason=told,
+                reason=reason,
             ), core
         return state, core
     able = (

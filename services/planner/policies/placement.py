@@ -70,18 +70,23 @@ def grow_job(draft: PoolDraft, job: PlannedJob, share: int) -> None:
         return
     _replace_disallowed_engines(draft, job, share)
     why = _make_rationale("default", job, share)
-    wanted = job.config.training - 1 - len(team.hybrids) if job.requirements.allows_hybrids else 0
+    missing_hybrids = (
+        job.config.training - 1 - len(team.hybrids) if job.requirements.allows_hybrids else 0
+    )
     if (
         _add_hybrids(
-            draft, job, min(wanted, share - draft.get_instances(job.id).awake_worker_count), why
+            draft,
+            job,
+            min(missing_hybrids, share - draft.get_instances(job.id).awake_worker_count),
+            why,
         )
-        < wanted
+        < missing_hybrids
     ):
         return
-    left = share - draft.get_instances(job.id).awake_worker_count
-    left -= engine_placement.add_engines(draft, job, left, why)
+    remaining_workers = share - draft.get_instances(job.id).awake_worker_count
+    remaining_workers -= engine_placement.add_engines(draft, job, remaining_workers, why)
     if job.requirements.smallest_engine > 1 and not draft.snapshot.is_gathering_workers:
-        _add_hybrids(draft, job, left, why)
+        _add_hybrids(draft, job, remaining_workers, why)
 
 
 def _add_hybrids(draft: PoolDraft, job: PlannedJob, max_hybrids: int, rationale: Rationale) -> int:
@@ -104,11 +109,13 @@ def _replace_disallowed_engines(draft: PoolDraft, job: PlannedJob, share: int) -
     there = [len(engine.workers) for engine in team.engines if not engine.instance.pinned]
     if set(there) <= set(allowed):
         return
-    right = [degree for degree in there if degree in allowed]
-    room = share - _count_fixed_workers(job) - len(team.hybrids) - sum(right)
-    wanted = right + [job.requirements.smallest_engine] * (room // job.requirements.smallest_engine)
+    allowed_degrees = [degree for degree in there if degree in allowed]
+    room = share - _count_fixed_workers(job) - len(team.hybrids) - sum(allowed_degrees)
+    desired_degrees = allowed_degrees + [job.requirements.smallest_engine] * (
+        room // job.requirements.smallest_engine
+    )
     engine_placement.reshape_engines(
-        draft, job, wanted, rationale=_make_rationale("default", job, share)
+        draft, job, desired_degrees, rationale=_make_rationale("default", job, share)
     )
 
 

@@ -32,7 +32,7 @@ def move_worker(
     """
     before = placement.instance
     degrees = [len(placement.workers)]
-    made = make_reversible_move(
+    move_factory = make_reversible_move(
         draft,
         before.job,
         before.role,
@@ -44,7 +44,7 @@ def move_worker(
     draft.remove_instance(placement, rationale)
     workers = [worker] if worker else placement.workers[:1]
     return draft.place_instance(
-        workers, before.job, role, rationale, pinned=pinned, move=made, op=op
+        workers, before.job, role, rationale, pinned=pinned, move=move_factory, op=op
     )
 
 
@@ -65,12 +65,17 @@ def make_reversible_move(
     settings, now_ms = draft.snapshot.settings, draft.snapshot.now_ms
     done = read_progress(draft.snapshot.jobs, "")
     others = {resident: n for resident, n in done.items() if resident not in removed_instances}
-    told = details | {"before": others}
+    move_details = details | {"before": others}
     back = {"job": job, "role": role, "pinned": pinned, "degrees": list(degrees)}
 
     def make_move(resident: str, gang: str) -> Move:
         return Move(
-            resident, gang, now_ms, now_ms + round(1000 * settings.move_timeout_s), back, told
+            resident,
+            gang,
+            now_ms,
+            now_ms + round(1000 * settings.move_timeout_s),
+            back,
+            move_details,
         )
 
     return make_move
@@ -94,9 +99,9 @@ def finish_moves(draft: PoolDraft) -> None:
 def abandon_moves(draft: PoolDraft) -> None:
     """Report the other moves whose instance has left as abandoned."""
     seats = _index_placements(draft)
-    told = {d.move.id for d in draft.decisions if isinstance(d, FinishMove)}
+    finished_ids = {d.move.id for d in draft.decisions if isinstance(d, FinishMove)}
     for under_way in draft.snapshot.moves:
-        if under_way.id not in told and under_way.id not in seats:
+        if under_way.id not in finished_ids and under_way.id not in seats:
             _finish_move(draft, under_way, "the arriving instance has been removed")
 
 

@@ -47,29 +47,35 @@ def place_services(
         )
     }
     workers = Counter(worker.host for worker in presence.usable_workers)
-    wanted: list[str] = []
+    required_names: list[str] = []
     for job in jobs:
         if has_started(job) or job.id in division.workers:
-            wanted += [shard_name(job.id, number) for number in range(job.requirements.shards)]
-            wanted += [sandbox_name(job.id, number) for number in range(job.requirements.sandboxes)]
-    known = set(wanted)
+            required_names += [
+                shard_name(job.id, number) for number in range(job.requirements.shards)
+            ]
+            required_names += [
+                sandbox_name(job.id, number) for number in range(job.requirements.sandboxes)
+            ]
+    known = set(required_names)
     there: dict[str, list[str]] = {}
     placed: set[str] = set()
     for host in snapshot.hosts:
-        kept = [n for n in host.services if n in known and n not in placed]
-        kept = [name for name in kept if service_hosts.can_keep_service(host, name)]
+        retained = [n for n in host.services if n in known and n not in placed]
+        retained = [name for name in retained if service_hosts.can_keep_service(host, name)]
         if host.name in presence.draining_hosts:
             away_s = compute_absence_s(presence.away_since, host.name, snapshot.now_ms)
             late = away_s > snapshot.settings.move_timeout_s
-            leaves = {name for name in kept if late or name in snapshot.evictable_services}
-            kept = [
-                name for name in kept if name not in leaves or not service_hosts.find_hosts(name)
+            leaves = {name for name in retained if late or name in snapshot.evictable_services}
+            retained = [
+                name
+                for name in retained
+                if name not in leaves or not service_hosts.find_hosts(name)
             ]
         if host.name in dead:
-            kept = [name for name in kept if not service_hosts.find_hosts(name)]
-        there[host.name] = kept
+            retained = [name for name in retained if not service_hosts.find_hosts(name)]
+        there[host.name] = retained
         placed.update(there[host.name])
-    for name in wanted:
+    for name in required_names:
         takes = service_hosts.find_hosts(name) if name not in placed else ()
         if takes:
             core = draft.get_instances(parse_service_name(name)[1]).core

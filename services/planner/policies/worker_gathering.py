@@ -80,22 +80,22 @@ def can_host_engine(
 
 def can_host_hybrid(draft: PoolDraft, requirements: JobRequirements, worker: str) -> bool:
     """Return True if a worker's accelerator has memory for a hybrid."""
-    whole = estimate_accelerator_bytes(Role.TRAINING, False, 1, requirements)
-    return has_room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, whole)
+    training_bytes = estimate_accelerator_bytes(Role.TRAINING, False, 1, requirements)
+    return has_room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, training_bytes)
 
 
 def _list_units(
     draft: PoolDraft, requirements: JobRequirements, degree: int, cost: RemovalCost
 ) -> Iterable[GatheredWorkers]:
     """Yield the available units: single workers and whole gangs."""
-    seen: set[str] = set()
+    visited_gangs: set[str] = set()
     for worker in sorted(draft.placeable_workers, key=id_sort_key):
         gang = draft.gangs.get(draft.gang_by_worker.get(worker, ""))
         if gang is None or not gang.instances:
             if can_host_engine(draft, requirements, worker, degree):
                 yield GatheredWorkers((worker,))
-        elif gang.id not in seen:
-            seen.add(gang.id)
+        elif gang.id not in visited_gangs:
+            visited_gangs.add(gang.id)
             leave = tuple(draft.placements_by_job[r.job][r.id] for r in gang.instances)
             price = sum(map(cost, leave))
             workers = [w for w in gang.workers if w in draft.placeable_workers]

@@ -129,8 +129,8 @@ class PoolDraft:
             **fields,
         )
         gang = self.gangs[gang.id] = replace(gang, next_instance=gang.next_instance + 1)
-        made = move(resident.id, gang.id) if move is not None else None
-        self.add_decision(PlaceInstance(gang.id, resident, rationale, made, op))
+        planned_move = move(resident.id, gang.id) if move is not None else None
+        self.add_decision(PlaceInstance(gang.id, resident, rationale, planned_move, op))
         return self._add_placement(gang, resident)
 
     def update_instance(
@@ -184,8 +184,8 @@ class PoolDraft:
         return gang
 
     def _add_placement(self, gang: Gang, instance: Instance) -> InstancePlacement:
-        kept = tuple(r for r in self.gangs[gang.id].instances if r.id != instance.id)
-        self.gangs[gang.id] = replace(self.gangs[gang.id], instances=(*kept, instance))
+        other_instances = tuple(r for r in self.gangs[gang.id].instances if r.id != instance.id)
+        self.gangs[gang.id] = replace(self.gangs[gang.id], instances=(*other_instances, instance))
         seated = self._index_placement(gang, instance)
         self._update_free_workers(seated.workers)
         return seated
@@ -202,8 +202,8 @@ class PoolDraft:
 
     def _drop_placement(self, placement: InstancePlacement) -> None:
         gang, resident = self.gangs[placement.gang], placement.instance
-        kept = tuple(r for r in gang.instances if r.id != resident.id)
-        self.gangs[gang.id] = replace(gang, instances=kept)
+        remaining = tuple(r for r in gang.instances if r.id != resident.id)
+        self.gangs[gang.id] = replace(gang, instances=remaining)
         del self.placements_by_job[resident.job][resident.id]
         self._job_instances.pop(resident.job, None)
         for worker in placement.workers:

@@ -61,7 +61,7 @@ def compute_presence(snapshot: PoolSnapshot, memory: PoolAbsences) -> PoolPresen
     dead = {
         host.name for host in snapshot.hosts if not host.alive and host.drain_reason != HOST_LEFT
     }
-    gone = frozenset(
+    lost_hosts = frozenset(
         host
         for host in dead
         if host in memory.lost_hosts
@@ -76,8 +76,8 @@ def compute_presence(snapshot: PoolSnapshot, memory: PoolAbsences) -> PoolPresen
             w.id for w in workers if w.id in lost and w.id not in memory.lost_workers
         ),
         away_since={host: memory.away_since.get(host, now_ms) for host in sorted(out)},
-        lost_hosts=gone,
-        newly_lost_hosts=tuple(sorted(gone - memory.lost_hosts)),
+        lost_hosts=lost_hosts,
+        newly_lost_hosts=tuple(sorted(lost_hosts - memory.lost_hosts)),
         returned_hosts=tuple(sorted(back)),
         draining_hosts=frozenset(drains),
         schedulable_hosts=tuple(h.name for h in snapshot.hosts if h.alive and h.name not in drains),

@@ -114,12 +114,12 @@ class EnvironmentChild:
         )
         if failure is not None and failure.is_fatal:
             return ConfigError(failure.text, where=failure.where, fix=failure.fix)
-        said = (
+        cause = (
             str(failure)
             if failure is not None
             else f"{why}; its log ends: {read_log_end(self._log)}"
         )
-        return EnvironmentLost(f"environment process {name} exited: {said}")
+        return EnvironmentLost(f"environment process {name} exited: {cause}")
 
     async def _stop_child(self) -> None:
         """Stop the process, with a time limit for the cleanup of its environments."""
@@ -153,8 +153,8 @@ class EnvironmentProcess(EnvironmentChild):
         sent = [i for i, message in enumerate(messages) if isinstance(message, bytes)]
         if sent:
             blocks = build_frames(messages[i] for i in sent)
-            told = await self._send_batch([batch[i] for i in sent], list(blocks))
-            for i, answer in zip(sent, told, strict=True):
+            answers = await self._send_batch([batch[i] for i in sent], list(blocks))
+            for i, answer in zip(sent, answers, strict=True):
                 messages[i] = answer
         return messages
 

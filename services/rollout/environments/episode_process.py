@@ -152,11 +152,11 @@ class EpisodeProcess(EnvironmentChild):
         if child is self._child:
             late = [] if is_stopped(child) else self._list_overdue()
             self._child, self._unsent_messages = None, []
-            held = list(self._open_operations)
+            open_ids = list(self._open_operations)
             lost: MeshError = EnvironmentLost(f"environment process {self.name}: {error}")
             if child is not None:
                 lost = await self._report_loss(child, error)
-            for number in held:
+            for number in open_ids:
                 if number in self._open_operations:  # else answered in the mean time
                     self._resolve(number, self._make_hung_error(number) if number in late else lost)
         if child is not None:
@@ -167,6 +167,6 @@ class EpisodeProcess(EnvironmentChild):
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for left in self._open_operations.values():
-            left.future.cancel()
+        for operation in self._open_operations.values():
+            operation.future.cancel()
         await self._stop_child()

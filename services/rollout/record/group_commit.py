@@ -83,8 +83,8 @@ class GroupCommit:
             raise BadMessage(f"flush has unknown finish codes in {codes}", where=engine)
         experts = flush.expert_ids
         if experts.dtype != np.int16 or experts.ndim != 2 or len(experts) not in (0, total):
-            told = f"{experts.dtype}{list(experts.shape)}"
-            raise BadMessage(f"flush of {total} tokens has experts of {told}", where=engine)
+            shape = f"{experts.dtype}{list(experts.shape)}"
+            raise BadMessage(f"flush of {total} tokens has experts of {shape}", where=engine)
         self._enqueue_flush(engine, flush)
         if self._backlog_tokens > BACKLOG_TOKENS:
             await self.wait_until_written()
@@ -135,17 +135,17 @@ class GroupCommit:
             expert_ids=concatenate_experts((f.expert_ids, len(f.tokens)) for f in flushes),
         )
         rows = self._staging.find_rows(requests)
-        wanted = (rows != NO_REQUEST) & (new.counts > 0) & self._staging.get_recorded(rows)
-        if wanted.any():  # written to the ledger under the trajectories' numbers
-            chosen = new if wanted.all() else select_rows(new, wanted)
-            ids = self._staging.get_trajectory_ids(rows[wanted])
+        row_mask = (rows != NO_REQUEST) & (new.counts > 0) & self._staging.get_recorded(rows)
+        if row_mask.any():  # written to the ledger under the trajectories' numbers
+            chosen = new if row_mask.all() else select_rows(new, row_mask)
+            ids = self._staging.get_trajectory_ids(rows[row_mask])
             await self._writer.write_tokens(replace(chosen, trajectory_ids=ids))
             rows = self._staging.find_rows(requests)  # some may be closed now
-        wanted = (rows != NO_REQUEST) & (new.counts > 0)
-        taken = new if wanted.all() else select_rows(new, wanted)
-        self.sampled_tokens += len(taken.tokens)
-        self.recorded_tokens += int(new.counts[wanted & self._staging.get_recorded(rows)].sum())
-        self._staging.add_tokens(rows[wanted], taken)
+        row_mask = (rows != NO_REQUEST) & (new.counts > 0)
+        accepted = new if row_mask.all() else select_rows(new, row_mask)
+        self.sampled_tokens += len(accepted.tokens)
+        self.recorded_tokens += int(new.counts[row_mask & self._staging.get_recorded(rows)].sum())
+        self._staging.add_tokens(rows[row_mask], accepted)
         if self._timed_requests:
             self._timed_requests = [
                 request for request in self._timed_requests if not _mark_decoding(request)

@@ -104,12 +104,12 @@ def _list_surviving(
 
 
 def _describe_recovery(restarted: set[int], cut: set[int]) -> str:
-    told = []
+    parts = []
     if restarted:
-        told.append(f"{_format_groups(restarted)} from the prompt")
+        parts.append(f"{_format_groups(restarted)} from the prompt")
     if cut:
-        told.append(f"{_format_groups(cut)} from the records before the corruption")
-    return f"continued: {', '.join(told)}" if told else "no open group needs it"
+        parts.append(f"{_format_groups(cut)} from the records before the corruption")
+    return f"continued: {', '.join(parts)}" if parts else "no open group needs it"
 
 
 def _format_groups(groups: set[int]) -> str:
@@ -172,14 +172,14 @@ class ShardLedger:
             if not one.corruption:
                 await self._adopt_segment(one)
         await self._start_segment()
-        left = restored.list_open_groups()
+        open_groups = restored.list_open_groups()
         if any(one.corruption for one in found):
             await self._rewrite_surviving(found, restored, open_now)
-        for group in left.keys() - open_now:
+        for group in open_groups.keys() - open_now:
             await self.write_records((RecordKind.CLOSE, [group, "ended"]))
         for group in mentioned - open_now:
             await self.forget_group(group)
-        return left
+        return open_groups
 
     async def _abandon_open_groups(self, old_place: str, on_record: Iterable[str]) -> None:
         """Requeue the open groups of a predecessor whose ledger is on another host, possibly
@@ -241,13 +241,20 @@ class ShardLedger:
 
     async def _quarantine_segment(self, segment: _LedgerSegment, recovery: str) -> None:
         mesh, path = self._mesh, segment.path
-        aside = corruption.quarantine(path, self._run_directory) if path.exists() else None
-        told = corruption.make_event_fields(
-            "ledger", path, segment.corruption, recovery, job=self._job, quarantined_path=aside
+        quarantined_path = (
+            corruption.quarantine(path, self._run_directory) if path.exists() else None
         )
-        mesh.telemetry.log.error("damaged", **told)
+        fields = corruption.make_event_fields(
+            "ledger",
+            path,
+            segment.corruption,
+            recovery,
+            job=self._job,
+            quarantined_path=quarantined_path,
+        )
+        mesh.telemetry.log.error("damaged", **fields)
         await retry(
-            mesh.clock, lambda: events.append(mesh.state, corruption.CORRUPTION_EVENT, told)
+            mesh.clock, lambda: events.append(mesh.state, corruption.CORRUPTION_EVENT, fields)
         )
         await rows.remove_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
 
@@ -296,7 +303,7 @@ class ShardLedger:
             while self._queue:
                 queue, self._queue = self._queue, []
                 records = [record for logged, _, _ in queue for record in logged]
-                groups = {group for _, told, _ in queue for group in told}
+                groups = {group for _, group_ids, _ in queue for group in group_ids}
                 async with self._segment_lock:
                     await self._write(self._ledger.encode_block(records, groups))
                 for _, _, done in queue:

@@ -121,11 +121,11 @@ class ModelJudge:
         self._special_tokens_anywhere = special_tokens_anywhere
 
     async def judge_trajectory(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-        asked = render_question(self._config.template, self._prompt, row, turns)
-        if asked is None:
+        question = render_question(self._config.template, self._prompt, row, turns)
+        if question is None:
             return 0.0
         return await self._scoring_client.judge_text(
-            ["".join(asked)] if self._special_tokens_anywhere else asked
+            ["".join(question)] if self._special_tokens_anywhere else question
         )
 
     async def close(self) -> None:
@@ -155,8 +155,8 @@ class ServerJudge:
         """Return the reward; waiting for a free request slot does not count against the server's
         time limit.
         """
-        asked = render_question(self._config.template, self._prompt, row, turns)
-        if asked is None:
+        question = render_question(self._config.template, self._prompt, row, turns)
+        if question is None:
             return 0.0
         clock = self._mesh.job_clock
         until, pause_s = clock.monotonic() + self._config.retry_timeout_s, FIRST_RETRY_S
@@ -166,8 +166,8 @@ class ServerJudge:
                 try:
                     async with self._request_slots:
                         until += clock.monotonic() - queued_at
-                        said = await self._request_verdict("".join(asked))
-                    return parse_verdict(said, self._config.yes, self._config.no)
+                        reply = await self._request_verdict("".join(question))
+                    return parse_verdict(reply, self._config.yes, self._config.no)
                 except _RetryableError as error:
                     wait_s = max(error.retry_after_s, pause_s * (0.5 + self._mesh.random.random()))
                     if clock.monotonic() + wait_s >= until:
@@ -211,7 +211,7 @@ class ServerJudge:
         try:
             choice = json.loads(text)["choices"][0]
             message = choice["message"]
-            said = message.get("content")
+            verdict = message.get("content")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise JudgeFailed(
                 f"the judge's answer is not a chat completion: {text[:MAX_SHOWN_CHARS]}"
@@ -222,12 +222,12 @@ class ServerJudge:
                 where=self._config.use,
                 fix="Raise its max_tokens",
             )
-        if message.get("refusal") or not isinstance(said, str) or not said.strip():
+        if message.get("refusal") or not isinstance(verdict, str) or not verdict.strip():
             why = message.get("refusal") or text
             raise JudgeFailed(
                 f"the judge gave no verdict: {str(why)[:MAX_SHOWN_CHARS]}", where=self._config.use
             )
-        return said
+        return verdict
 
     async def _read_answer(self, answer: aiohttp.ClientResponse) -> bytes:
         content = bytearray()

@@ -205,12 +205,14 @@ class SandboxClient:
                 kind="no such tool",
                 fix=f"Use a tool of the job: {known}",
             )
-        kept = _ToolSession()
+        tool_session = _ToolSession()
         if name in self._session_tools and session:
-            kept = self._sessions.setdefault(session, _ToolSession(session))
+            tool_session = self._sessions.setdefault(session, _ToolSession(session))
         values = [value for tool, _, value in earlier if tool in self._session_tools]
-        begun = bool(values) and values[-1].get("status") in LIVE_SESSION_STATUSES
-        call = _QueuedToolCall(name, argument, kept, begun, name in self._once_tools)
+        session_begun = bool(values) and values[-1].get("status") in LIVE_SESSION_STATUSES
+        call = _QueuedToolCall(
+            name, argument, tool_session, session_begun, name in self._once_tools
+        )
         calls = self._jailed_batcher if name in self._jailed_tools else self._tool_batcher
         outcome = await self._call_with_retries(calls, call, f"tool {name}", config.tool_deadline_s)
         if outcome.value is not None and name in self._jailed_tools:
@@ -233,17 +235,17 @@ class SandboxClient:
         """End the session of a trajectory. Its sandbox is notified in the background, after the
         last call in progress there.
         """
-        kept = self._sessions.pop(session, None)
-        if kept is not None:
-            kept.is_finished = True
-            self._send_end(kept)
+        tool_session = self._sessions.pop(session, None)
+        if tool_session is not None:
+            tool_session.is_finished = True
+            self._send_end(tool_session)
 
     def _send_end(self, session: _ToolSession) -> None:
         if not session.name or not session.sandbox or session.calls_in_flight:
             return
         request = EndSessions(self._job.id, [session.name])
-        told = self._mesh.ref(session.sandbox).cast(Sandbox.end_sessions, request)
-        task = asyncio.get_running_loop().create_task(told, name=f"end of {session.name}")
+        end_call = self._mesh.ref(session.sandbox).cast(Sandbox.end_sessions, request)
+        task = asyncio.get_running_loop().create_task(end_call, name=f"end of {session.name}")
         self._end_tasks.add(task)
         task.add_done_callback(self._end_tasks.discard)
 
@@ -300,14 +302,14 @@ class SandboxClient:
         )
         if any(c.runs_once for c in batch):
             outcomes: list[CallOutcome | Exception] = []
-            for asked, call in zip(batch, calls, strict=True):
-                asked.session.calls_in_flight += 1
+            for queued_call, call in zip(batch, calls, strict=True):
+                queued_call.session.calls_in_flight += 1
                 try:
-                    outcomes.append(await self._run_once(asked, call, patience_s))
+                    outcomes.append(await self._run_once(queued_call, call, patience_s))
                 finally:
-                    asked.session.calls_in_flight -= 1
-                    if asked.session.is_finished:
-                        self._send_end(asked.session)
+                    queued_call.session.calls_in_flight -= 1
+                    if queued_call.session.is_finished:
+                        self._send_end(queued_call.session)
             return outcomes
         return await self._send_with_retries(
             Sandbox.run_tools, RunTools(calls), len(calls), patience_s

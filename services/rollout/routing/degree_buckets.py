@@ -35,11 +35,11 @@ def build_buckets(
     """
     degrees = sorted({engine.tensor_parallel_size for engine in engines})
     rates = _measure_rates(engines, degrees)
-    whole = sum(rates.values())
+    total_rate = sum(rates.values())
     bounds: list[int] = []
     share = Fraction()
     for number, degree in enumerate(degrees):
-        share += rates[degree] / whole
+        share += rates[degree] / total_rate
         last = number == len(degrees) - 1
         bound = max_length if last else _find_length_quantile(past_lengths, share, max_length)
         bounds.append(max(bound, bounds[-1] + 1 if bounds else 1))
@@ -81,9 +81,9 @@ def _find_length_quantile(past_lengths: Sequence[int], share: Fraction, max_leng
     if len(past_lengths) < MIN_PAST:
         return max(1, int(share * max_length))
     lengths = sorted(past_lengths)
-    whole, so_far = sum(lengths), 0
+    total, so_far = sum(lengths), 0
     for length in lengths:
         so_far += length
-        if so_far >= share * whole:
+        if so_far >= share * total:
             return max(1, length)
     return lengths[-1]

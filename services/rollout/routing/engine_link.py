@@ -291,7 +291,7 @@ class EngineLink:
         if not batch:
             return answers
         ts = [request.trajectory for request, _ in batch]
-        ended, self.ended_sessions = self.ended_sessions, set()
+        ended_sessions, self.ended_sessions = self.ended_sessions, set()
         submit = SubmitRequests(
             owner=self._mesh.name,
             incarnation=self._mesh.incarnation,
@@ -304,11 +304,11 @@ class EngineLink:
             temperature=np.array([t.temperature for t in ts], np.float32),
             seeds=np.array([t.seed for t in ts], np.int64),
             sampling=self._sampling,
-            ended_sessions=np.fromiter(ended, np.int64),
+            ended_sessions=np.fromiter(ended_sessions, np.int64),
         )
         try:
             await self._ref.call(Engine.submit, submit)
         except MeshError:
-            self.ended_sessions |= ended  # the message may be lost
+            self.ended_sessions |= ended_sessions  # the message may be lost
             raise
         return answers

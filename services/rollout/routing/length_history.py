@@ -84,5 +84,5 @@ def _read_lines(path: Path) -> tuple[list[PastTrajectory], str]:
         except (KeyError, TypeError, ValueError):  # valid, but of another version
             continue
         found.append(PastTrajectory(prompt, tuple(states), sampled))
-    gone = len(rows) - len(found)
-    return found, f"{gone} of {len(rows)} lines are corrupt" if gone else ""
+    corrupt_count = len(rows) - len(found)
+    return found, f"{corrupt_count} of {len(rows)} lines are corrupt" if corrupt_count else ""

@@ -143,13 +143,13 @@ def classify_tool_return(tool: str, value: Any) -> ToolReturn:
 
 def _classify_status(value: Any, text: str | None) -> str:
     if isinstance(value, dict):
-        said = " ".join(
+        message = " ".join(
             str(value[key]) for key in ("status", "error", "exception") if value.get(key)
         )
         failed = bool(value.get("error") or value.get("exception"))
     else:
-        said, failed = text or "", False
-    said = said.lower()
-    if "timeout" in said or "timed out" in said:
+        message, failed = text or "", False
+    message = message.lower()
+    if "timeout" in message or "timed out" in message:
         return "timeout"
-    return "failure" if failed or "error" in said or "fail" in said else "success"
+    return "failure" if failed or "error" in message or "fail" in message else "success"

@@ -160,9 +160,9 @@ def _apportion(total: int, shares: Sequence[float]) -> list[int]:
     share.
     """
     counts = [1 if i < total else 0 for i in range(len(shares))]
-    whole = sum(shares)
+    total_share = sum(shares)
     for _ in range(total - sum(counts)):
-        short = [total * share / whole - n for share, n in zip(shares, counts, strict=True)]
+        short = [total * share / total_share - n for share, n in zip(shares, counts, strict=True)]
         counts[short.index(max(short))] += 1
     return counts
 
@@ -194,7 +194,7 @@ def decide_bucket(
         )
     by_mean = find_bucket(estimate.mean, buckets)
     by_p90 = find_bucket(estimate.p90, buckets)
-    seen = (
+    observation = (
         f"{estimate.visits} trajectories continued for {estimate.mean:.0f} tokens on average and "
         f"{estimate.p90:.0f} at the 90th percentile after {estimate.depth} such tool returns "
         f"({'this prompt' if estimate.tree == 'prompt' else 'all prompts'})"
@@ -203,8 +203,12 @@ def decide_bucket(
         return BucketDecision(
             "mean_p90_disagree",
             current,
-            f"{seen}: mean and percentile give buckets {by_mean} and {by_p90}",
+            f"{observation}: mean and percentile give buckets {by_mean} and {by_p90}",
         )
     if by_mean == current:
-        return BucketDecision("already_in_target", current, f"{seen}: bucket {current} stays")
-    return BucketDecision("causal_signal_agree", by_mean, f"{seen}: bucket {current} to {by_mean}")
+        return BucketDecision(
+            "already_in_target", current, f"{observation}: bucket {current} stays"
+        )
+    return BucketDecision(
+        "causal_signal_agree", by_mean, f"{observation}: bucket {current} to {by_mean}"
+    )

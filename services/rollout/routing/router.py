@@ -106,10 +106,10 @@ class Router:
             self._link_tasks[name].cancel()
         for name in sorted(snapshots.keys() - self.links.keys()):
             self._connect(name)
-        degrees = {name: seen.stats.tensor_parallel for name, seen in snapshots.items()}
+        degrees = {name: snapshot.stats.tensor_parallel for name, snapshot in snapshots.items()}
         measured = {
-            name: MeasuredEngine(degrees[name], seen.stats.tokens, seen.stats.busy_s)
-            for name, seen in snapshots.items()
+            name: MeasuredEngine(degrees[name], snapshot.stats.tokens, snapshot.stats.busy_s)
+            for name, snapshot in snapshots.items()
         }
         if self.scheduler.update_engines(measured):
             for stay in self.assignments.values():
@@ -166,12 +166,14 @@ class Router:
         version = NO_VERSION if newest is None else newest.version
         lacking = [stay for stay in self._queue if stay.trajectory.version > version]
         if lacking:
-            wanted = min(stay.trajectory.version for stay in lacking)
+            required_version = min(stay.trajectory.version for stay in lacking)
             on = "an engine" if newest is None else newest.name
             waited_s = self.clock.monotonic() - min(stay.queued_at_s for stay in lacking)
             waits = self._mesh.waits
             self._missing_engine_wait.enter_context(
-                waits.wait(f"an engine at version {wanted}", on, waits.compute_start(waited_s))
+                waits.wait(
+                    f"an engine at version {required_version}", on, waits.compute_start(waited_s)
+                )
             )
 
     def _collect_loads(self) -> list[EngineLoad]:

@@ -50,7 +50,7 @@ async def _play(
     row: Any,
     seed: int,
 ) -> None:
-    whole = args.row is not None or key > 0
+    has_whole_row = args.row is not None or key > 0
     try:
         played = await player.play(
             key,
@@ -58,7 +58,7 @@ async def _play(
             args.temperature,
             seed + key,
             console.show_turn,
-            with_reward=whole and args.prompt is None,
+            with_reward=has_whole_row and args.prompt is None,
         )
     except ToolFailed as error:
         if "KeyError" in error.message and args.row is None:
@@ -93,11 +93,11 @@ async def _play_rows(
     seed: int,
 ) -> None:
     config, key = player.job.config, 0
-    while (said := await console.read_line("row number, or a prompt: ")) is not None:
+    while (line := await console.read_line("row number, or a prompt: ")) is not None:
         key += 1
-        number = int(said) if said.isdecimal() else None
+        number = int(line) if line.isdecimal() else None
         try:
-            row = choose_row(config, held_out, number, None if number is not None else said)
+            row = choose_row(config, held_out, number, None if number is not None else line)
             await _play(player, console, args, key, row, seed)
         except MeshError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -67,8 +67,8 @@ class ChatConsole:
 
     def print_result(self, played: PlayedTrajectory, as_json: bool) -> None:
         if as_json:
-            told = {"prompt": played.prompt, "turns": played.turns, "reason": played.reason}
-            print(json.dumps(told | {"score": played.score}, ensure_ascii=False), flush=True)
+            document = {"prompt": played.prompt, "turns": played.turns, "reason": played.reason}
+            print(json.dumps(document | {"score": played.score}, ensure_ascii=False), flush=True)
         elif played.score is not None:
             print(f"{'reward:':<13}{played.score:g}", flush=True)
 

@@ -98,10 +98,10 @@ class LocalPlayer:
         self.tokenizer = Tokenizer.load(str(job.tokenizer_file))
         rollout = job.config.rollout
         shape, decoder = load_model(model)
-        wanted = (
+        desired_length = (
             max(rollout.max_tokens, CONVERSATION_TOKENS) if is_conversation else rollout.max_tokens
         )
-        self.max_length = min(wanted, shape.max_positions)
+        self.max_length = min(desired_length, shape.max_positions)
         self.stop_token_ids = tuple(find_stop_token_ids(self.tokenizer, rollout.stop))
         self.transcript = Transcript(self.tokenizer.decode, self.stop_token_ids, rollout.stop_text)
         torch.set_num_threads(1)
@@ -205,15 +205,15 @@ class LocalPlayer:
             raise message
         try:
             await self._environment.send(msgpack.Packer().pack_array_header(1) + message)
-            told = msgpack.unpackb(await self._environment.recv(deadline_s), raw=False)
+            answers = msgpack.unpackb(await self._environment.recv(deadline_s), raw=False)
         except (OSError, EOFError, MeshError) as error:
             lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
-            said = lines[-1] if lines else ""
+            last_line = lines[-1] if lines else ""
             raise ToolFailed(
-                f"the environment did not answer {operation}(): {said or error}",
+                f"the environment did not answer {operation}(): {last_line or error}",
                 fix="Correct the job's module",
             ) from error
-        [[_, status, value]] = told
+        [[_, status, value]] = answers
         answer = decode_answer(status, value, "environment")
         if isinstance(answer, MeshError):
             raise answer
@@ -307,18 +307,18 @@ class LocalTurnPlayer(TurnPlayer):
         return action, then
 
     async def end_early(self, ids: list[int], has_tool_value: bool) -> tuple[str, float | None]:
-        said, score = await self._player.call_environment(self.trajectory.group, "cut", ids)
-        return said, score
+        text, score = await self._player.call_environment(self.trajectory.group, "cut", ids)
+        return text, score
 
     async def call_tool(self, name: str, argument: Any) -> Any:
         t, hear = self.trajectory, self._settings.read_input
         if name == PERSON:
             return await hear() if hear is not None else None
-        begun = any(
+        session_begun = any(
             n == name and (isinstance(value, dict) and value.get("status") in LIVE_SESSION_STATUSES)
             for n, _, value in t.list_tool_calls()
         )
-        answer = await self._player.call_tool(name, argument, str(t.id), begun)
+        answer = await self._player.call_tool(name, argument, str(t.id), session_begun)
         assert t.open_turn is not None
         t.open_turn.add_call(name, argument, answer)
         self._settings.show_turn(build_tool_turn(name, argument, answer))

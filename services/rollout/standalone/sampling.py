@@ -46,10 +46,10 @@ class SampleResult:
 
 def parse_prompt(line: str, job: JobData) -> PromptRequest:
     """Parse an input line. A prompt of the job's rows selects that row."""
-    told = json.loads(line)
-    if "row" in told:
-        return PromptRequest(told["row"], True)
-    prompt, key = str(told["prompt"]), job.config.dataset.prompt
+    document = json.loads(line)
+    if "row" in document:
+        return PromptRequest(document["row"], True)
+    prompt, key = str(document["prompt"]), job.config.dataset.prompt
     for which in ("held_out", "train"):
         for row in job.read_rows(which):
             if row.get(key) == prompt:
@@ -134,13 +134,13 @@ async def main(args: argparse.Namespace) -> int:
     """Run the program; return the exit status, 1 if a trajectory or its reward failed."""
     host = SystemHost()
     job = load_job(args.run, "sampled from")
-    asked = [parse_prompt(line, job) for line in sys.stdin if line.strip()]
+    requests = [parse_prompt(line, job) for line in sys.stdin if line.strip()]
     partner = LocalPlayer(host, job, args.model, args.scratch, is_conversation=False)
     console = ChatConsole(host, quiet=args.json)
     begin = choose_seed(args)
     failed = False
     try:
-        for key, one in enumerate(one for one in asked for _ in range(args.n)):
+        for key, one in enumerate(one for one in requests for _ in range(args.n)):
             if key and not args.json:
                 print()
             found = await sample(partner, key, one, args, begin + key, console)

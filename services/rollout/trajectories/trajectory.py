@@ -235,14 +235,14 @@ class Trajectory(TokenBuffer):
         An open turn counts with its progress. The environment has received its text, and the last
         tool's value only if `answered`.
         """
-        told: list[Any] = []
+        entries: list[Any] = []
         tokens, at = self.tokens, self.prompt_length
         for r in self.all_turns:
-            told.append(["step", tokens[at : at + r.sampled_tokens].tolist()])
+            entries.append(["step", tokens[at : at + r.sampled_tokens].tolist()])
             at += r.sampled_tokens + r.appended_tokens
-            seen = r.earlier_calls if r is self.open_turn and not answered else r.list_calls()
-            told += [["result", value] for _, _, value in seen]
-        return told
+            calls = r.earlier_calls if r is self.open_turn and not answered else r.list_calls()
+            entries += [["result", value] for _, _, value in calls]
+        return entries
 
 
 @dataclass(slots=True)

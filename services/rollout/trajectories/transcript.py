@@ -58,7 +58,7 @@ class Transcript:
         `reason` is the end of the trajectory: `done`, `length`, `turns`, or the code of a typed
         failure. A failure leaves open whether a complete turn was the last for lack of room.
         """
-        told: list[dict[str, Any]] = []
+        turns: list[dict[str, Any]] = []
         tokens, at = trajectory.tokens, trajectory.prompt_length
         for turn in trajectory.all_turns:
             stop = (
@@ -66,20 +66,20 @@ class Transcript:
                 if turn.is_cut
                 else self._find_stop(turn.text, tokens[at : at + turn.sampled_tokens].tolist())
             )
-            told.append({"role": "model", "text": turn.text, "stop": stop, "truncated": False})
-            told += [build_tool_turn(*call) for call in turn.list_calls()]
+            turns.append({"role": "model", "text": turn.text, "stop": stop, "truncated": False})
+            turns += [build_tool_turn(*call) for call in turn.list_calls()]
             at += turn.sampled_tokens
             if turn.appended_tokens:
                 text = self._decode(tokens[at : at + turn.appended_tokens].tolist())
-                told.append({"role": "environment", "text": text})
+                turns.append({"role": "environment", "text": text})
                 at += turn.appended_tokens
         if reason in TRUNCATION_REASONS or (
             trajectory.all_turns and trajectory.all_turns[-1].is_cut
         ):
-            last = next((turn for turn in reversed(told) if turn["role"] == "model"), None)
+            last = next((turn for turn in reversed(turns) if turn["role"] == "model"), None)
             if last is not None:
                 last["truncated"] = True
-        return told
+        return turns
 
     def decode_unfinished(self, trajectory: Trajectory) -> str:
         """Decode the model's unfinished turn, which no other process has received."""

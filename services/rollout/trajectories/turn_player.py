@@ -61,9 +61,9 @@ class TurnPlayer(ABC):
             # A completed turn of the ledger is not generated again: it may have ended
             # at the maximum length.
             if t.open_turn is None and await self.generate() is FinishReason.LENGTH:
-                said, score = await self.end_early(t.turn_tokens.tolist(), False)
-                t.open_turn = Turn(said, 0, is_cut=True)
-                self.on_model_turn(said, is_cut=True)
+                text, score = await self.end_early(t.turn_tokens.tolist(), False)
+                t.open_turn = Turn(text, 0, is_cut=True)
+                self.on_model_turn(text, is_cut=True)
                 return "length", score
             action, value = await self._run_environment()
             if action == "done":

@@ -183,8 +183,8 @@ def find_fresh_tokens(sequence: TrainingSequence, version: int) -> Bools:
     if version == UNKNOWN or is_foreign(version, sequence.abandoned_above):
         return np.zeros_like(sequence.loss_mask)
     own = sequence.versions == version
-    whole = np.logical_and.accumulate(own | (sequence.versions == UNKNOWN))
-    found: Bools = whole & own & sequence.loss_mask
+    prefix_mask = np.logical_and.accumulate(own | (sequence.versions == UNKNOWN))
+    found: Bools = prefix_mask & own & sequence.loss_mask
     return found
 
 

@@ -52,8 +52,8 @@ class GradientOutbox:
 
     async def put(self, gradient: Tensor) -> list[str]:
         """Replace the last gradient by a flat one; return its pieces' digests, or StorageFull."""
-        whole = await self._run_blocking(lambda: gradient.cpu().numpy(), deadline_s=FILE_TIMEOUT_S)
-        return (await self.put_parts([whole]))[0]
+        array = await self._run_blocking(lambda: gradient.cpu().numpy(), deadline_s=FILE_TIMEOUT_S)
+        return (await self.put_parts([array]))[0]
 
     async def put_parts(self, parts: Sequence[NDArray[np.float32]]) -> list[list[str]]:
         """Replace the last gradient by parts; return each part's piece digests, or StorageFull."""
@@ -105,8 +105,8 @@ async def fetch_gradient(
         raise PeerLost(f"{name} has exited with its gradient", where=name)
     if address:
         entry = replace(entry, bulk=address)
-    whole = np.empty(element_count, np.float32)
-    room, start = whole.view(np.uint8).data, 0
+    gradient = np.empty(element_count, np.float32)
+    room, start = gradient.view(np.uint8).data, 0
     if len(digests) != -(-len(room) // PIECE_BYTES):
         raise BadMessage(
             f"{len(digests)} pieces for a gradient of {element_count} numbers", where=name
@@ -121,7 +121,7 @@ async def fetch_gradient(
             part.__setitem__, slice(None), piece, deadline_s=PIECE_TIMEOUT_S
         )
         start += len(part)
-    return whole
+    return gradient
 
 
 def map_gradient_file(path: str, element_count: int) -> NDArray[np.float32]:

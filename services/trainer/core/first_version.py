@@ -48,8 +48,8 @@ class FirstVersionBuilder:
 
         damaged: list[dict[str, Any]] = []
         cached = await self._build_weights(progress, damaged.append)
-        for told in damaged:
-            append = partial(events.append, self._mesh.state, corruption.CORRUPTION_EVENT, told)
+        for fields in damaged:
+            append = partial(events.append, self._mesh.state, corruption.CORRUPTION_EVENT, fields)
             await retry(self._mesh.clock, append)
         return cached
 

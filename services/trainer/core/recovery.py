@@ -48,8 +48,8 @@ class Recovery:
             )
         # Ranks with another division than those of a checkpoint resume in a new lineage. In a
         # lineage that began there, records name the division of each step.
-        alike = checkpoint.account.get("ranks", 1) == self._compute.division.document
-        if (alike or row.lineage > checkpoint.lineage) and await self._replay_steps(
+        is_same_division = checkpoint.account.get("ranks", 1) == self._compute.division.document
+        if (is_same_division or row.lineage > checkpoint.lineage) and await self._replay_steps(
             checkpoint, row
         ):
             born = row.lineage if row.version > checkpoint.step else checkpoint.lineage
@@ -78,8 +78,10 @@ class Recovery:
 
     async def _replay_steps(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
         """Replay the steps since the checkpoint; return True if the committed masters result."""
-        asked = partial(steps.read_step_records, self._mesh.state, self._data.id, checkpoint.step)
-        records = await retry(self._mesh.clock, asked)
+        read_records = partial(
+            steps.read_step_records, self._mesh.state, self._data.id, checkpoint.step
+        )
+        records = await retry(self._mesh.clock, read_records)
         expected = list(range(checkpoint.step + 1, row.version + 1))
         if [record.step for record in records] != expected:
             return False

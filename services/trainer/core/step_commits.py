@@ -39,9 +39,9 @@ async def wait_for_evaluation(mesh: Mesh, data: JobData, version: int) -> None:
     until = mesh.job_clock.monotonic() + data.config.evaluation.max_wait_s
     waited_for = f"the evaluation of version {version}"
     while True:
-        held = mesh.job_clock.is_paused  # the deadline restarts after a pause
-        with nullcontext() if held else mesh.wait(waited_for, on=shard_name(data.id, 0)):
-            while mesh.job_clock.is_paused == held:
+        is_paused = mesh.job_clock.is_paused  # the deadline restarts after a pause
+        with nullcontext() if is_paused else mesh.wait(waited_for, on=shard_name(data.id, 0)):
+            while mesh.job_clock.is_paused == is_paused:
                 if not await retry(
                     mesh.clock, lambda: jobs.is_evaluation_pending(mesh.state, data.id, plan.tag)
                 ):
@@ -106,10 +106,10 @@ class StepCommitter:
         covered = checkpoints.last_step
         names = build_version_names(staged, checkpoints.last_name)
         about = self._data.id, mesh.name, mesh.token, position.lineage
-        made = steps.StepCommit(
+        step_commit = steps.StepCommit(
             step, result.batch.group_ids, result.batch.filtered_ids, names, metrics, record, covered
         )
-        commit = partial(steps.commit_step, mesh.state, *about, made)
+        commit = partial(steps.commit_step, mesh.state, *about, step_commit)
         with part_timer.measure("commit"):
             committed = await retry(mesh.clock, commit)
         position.commit(committed.version, staged, covered)

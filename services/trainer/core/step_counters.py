@@ -71,10 +71,10 @@ class StepCounters:
         return result.batch.build_metrics() | updated | asdict(times)
 
     def commit_step(self, tokens: int) -> None:
-        took, waited, asleep, _, held = self._measure_elapsed_s()
+        took, waited, asleep, _, evaluation_wait_s = self._measure_elapsed_s()
         self.busy_s += took - waited - asleep
         self.wait_s += waited
-        self.evaluation_wait_s += held
+        self.evaluation_wait_s += evaluation_wait_s
         self.steps += 1
         self.tokens += tokens
         self.part_timer.end_step()

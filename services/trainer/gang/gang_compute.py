@@ -316,18 +316,18 @@ class GangCompute:
     async def sleep(self, describe_state: Callable[[], dict[str, Any]], save: SaveTensors) -> None:
         """Offload all ranks' state with `describe_state()` and free its memory, or undo all."""
         async with self.runner.enter_sleep():
-            told = describe_state() | {"counts": self._rank.learner.get_counts()}
+            state = describe_state() | {"counts": self._rank.learner.get_counts()}
             await self._wait_for_transfers()
             memory = await self._run_blocking(self._rank.collect_memory, True)
             try:
-                await gather_all(save(told, memory.offloaded), self._order_ranks("keep", told))
+                await gather_all(save(state, memory.offloaded), self._order_ranks("keep", state))
             except BaseException:
                 with suppress(MeshError):
-                    await self._order_ranks("discard", told)
+                    await self._order_ranks("discard", state)
                 raise
-            await self._group.run_guarded(self._order_ranks("release", told))
+            await self._group.run_guarded(self._order_ranks("release", state))
             await self._run_blocking(memory.release)
-            self._memory, self._saved_state = memory, told
+            self._memory, self._saved_state = memory, state
 
     async def wake(self, restore: RestoreTensors) -> None:
         """Reallocate the memory and restore the offloaded state.
@@ -346,8 +346,8 @@ class GangCompute:
                 )
             except BaseException as error:
                 sleeps_on = Refused, StorageFull, StateUnavailable
-                gone = self._group.other_ranks and not isinstance(error, sleeps_on)
-                if not isinstance(error, MeshError if gone else CorruptData):
+                has_lost_ranks = self._group.other_ranks and not isinstance(error, sleeps_on)
+                if not isinstance(error, MeshError if has_lost_ranks else CorruptData):
                     await self._order_ranks("release", about)  # all ranks stay asleep
                     await self._run_blocking(memory.release)
                     raise
@@ -393,10 +393,10 @@ class GangCompute:
     @run_as_piece(CHANGE)
     async def resume(self, saved_state: Mapping[str, Any], restore: RestoreTensors) -> bool:
         """Resume from another process's offloaded state; return False if it is unusable here."""
-        told = dict(saved_state)
+        state = dict(saved_state)
         try:
             memory = await self._run_blocking(self._rank.collect_memory, False)
-            await gather_all(restore(memory.offloaded), self._order_ranks("resume", told))
+            await gather_all(restore(memory.offloaded), self._order_ranks("resume", state))
         except MeshError as error:
             self._mesh.telemetry.log.warning(
                 "offloaded state could not be resumed", error=str(error)
@@ -404,7 +404,7 @@ class GangCompute:
             return False
         finally:
             with suppress(MeshError):
-                await self._order_ranks("forget", told)
+                await self._order_ranks("forget", state)
         await self._run_blocking(self._rank.learner.resume_from_counts, saved_state["counts"])
         return True
 

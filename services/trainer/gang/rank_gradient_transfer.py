@@ -54,21 +54,21 @@ class RankGradientTransfer:
         """Yield the orders for ranks 1 and on, valid within the block; raise StorageFull."""
         outbox, far, run = self._outbox, sorted(self._remote_ranks), self._mesh.host.run_blocking
         near, orders = AddGradient(generation, round_index, 0), dict[int, AddGradient]()
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as stack:
             if len(far) < self._ranks - 1:
                 path = self._directory / f"{generation}-{round_index}"
                 await run(
                     write_gradient_file, gradient.data.cast("B"), path, deadline_s=FILE_TIMEOUT_S
                 )
-                held.push_async_callback(run, path.unlink, True, deadline_s=FILE_TIMEOUT_S)
+                stack.push_async_callback(run, path.unlink, True, deadline_s=FILE_TIMEOUT_S)
                 near = AddGradient(generation, round_index, gradient.size, str(path))
             if far and outbox is not None:
-                await held.enter_async_context(self._outbox_lock)
+                await stack.enter_async_context(self._outbox_lock)
                 parts = [
                     await run(slice_gradient, gradient, rank, deadline_s=STATE_TRANSFER_TIMEOUT_S)
                     for rank in far
                 ]
-                held.push_async_callback(outbox.clear)
+                stack.push_async_callback(outbox.clear)
                 pieces = await outbox.put_parts(parts)
                 for rank, part, some in zip(far, parts, pieces, strict=True):
                     about = generation, round_index, part.size

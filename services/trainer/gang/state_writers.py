@@ -146,8 +146,8 @@ class GangStateWriter:
         for rank, answer in enumerate(answers, 1):
             check_rank_files(rank, answer.files)
             for name, digest in answer.files.items():
-                said = f"{name} of another rank's state"
-                await fetch_file(self._mesh, self._bulk, digest, self._path / name, said)
+                description = f"{name} of another rank's state"
+                await fetch_file(self._mesh, self._bulk, digest, self._path / name, description)
         await self._mesh.host.run_blocking(
             sync_files, self._path, deadline_s=STATE_TRANSFER_TIMEOUT_S
         )
@@ -221,8 +221,8 @@ class GangStaging:
         self._group.check_generation(self._generation)
         own = self._stager.finish() if is_final else self._stager.wait_for_writes()
         orders = self._group.repeat_order(FinishStaging(self._generation, self._number, is_final))
-        asked = self._group.run_guarded(self._group.call_all(Ranks.finish_staging, orders))
-        here, there = await asyncio.gather(own, asked)
+        rank_calls = self._group.run_guarded(self._group.call_all(Ranks.finish_staging, orders))
+        here, there = await asyncio.gather(own, rank_calls)
         if here is None:
             return []
         return [

@@ -100,11 +100,11 @@ class GradientCollector:
 
     def _try_lease_round(self, request: RoundRequest) -> RoundLease | None:
         work, now = self._update, self._mesh.clock.monotonic()
-        wanted = self._current_manifest if work is None else work.manifest
+        manifest = self._current_manifest if work is None else work.manifest
         helper, has = request.instance, request.manifest
         index = None
         may = (
-            self.hybrids.can_lease_round(helper, request.generation, has, wanted, now)
+            self.hybrids.can_lease_round(helper, request.generation, has, manifest, now)
             and not self.is_asleep
         )
         if may and work is not None:
@@ -114,7 +114,7 @@ class GradientCollector:
             )
             patience_s = min(max(MIN_ROUND_TIMEOUT_S, patience_s), self._bin_deadline_s)
             index = work.board.lease_round(helper, now + patience_s)
-        if not wanted or (index is None and has == wanted):
+        if not manifest or (index is None and has == manifest):
             return None
         bins = []
         if index is not None and work is not None:
@@ -123,7 +123,7 @@ class GradientCollector:
         return RoundLease(
             update_id=work.epoch if work is not None else "",
             index=-1 if index is None else index,
-            manifest=wanted,
+            manifest=manifest,
             bins=bins,
         )
 

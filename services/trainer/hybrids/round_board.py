@@ -67,10 +67,10 @@ class RoundBoard:
 
     def release_rounds(self, instance: str) -> bool:
         """Free the rounds leased to a hybrid; return True if any was still without a result."""
-        held = [i for i, lease in self._leases.items() if lease.instance == instance]
-        for index in held:
+        leased_rounds = [i for i, lease in self._leases.items() if lease.instance == instance]
+        for index in leased_rounds:
             del self._leases[index]
-        return any(not self._is_taken(index) for index in held)
+        return any(not self._is_taken(index) for index in leased_rounds)
 
     def next_expiry(self) -> float | None:
         """Return the earliest expiry of a lease without a result."""

@@ -126,11 +126,16 @@ def run_warm_start(
         try:
             weights = warm_start.load_weights(path)
         except CorruptData as error:
-            weights, aside = None, corruption.quarantine(path, path.parent)
+            weights, quarantined_path = None, corruption.quarantine(path, path.parent)
             then = "the warm start is repeated"
             report_corruption(
                 corruption.make_event_fields(
-                    "warm start", path, error.message, then, job=data.id, quarantined_path=aside
+                    "warm start",
+                    path,
+                    error.message,
+                    then,
+                    job=data.id,
+                    quarantined_path=quarantined_path,
                 )
             )
         if weights is not None:
@@ -192,11 +197,11 @@ def load_function(data: JobData, reference: str) -> Callable[..., Any]:
 def load_demonstrations(data: JobData) -> warm_start.Demonstrate:
     """Return the job's demonstration function, with its mistakes raised as ConfigError."""
     use, directory = data.config.warm_start.demonstrations, str(data.modules_dir)
-    asked = load_function(data, use)
+    function = load_function(data, use)
 
     def demonstrate(random: Random, done: float) -> warm_start.Segments:
         try:
-            segments = asked(random, done)
+            segments = function(random, done)
         except Exception as error:
             why = f"{use} raised {type(error).__name__}: {error}"
             place = locate_error(error, directory)
@@ -206,7 +211,7 @@ def load_demonstrations(data: JobData) -> warm_start.Demonstrate:
         if not warm_start.is_demonstration(segments):
             why = f"{use} returned {repr(segments)[:80]}, which is not a demonstration"
             raise ConfigError(
-                append_location(why, locate_function(asked, directory)),
+                append_location(why, locate_function(function, directory)),
                 where="warm_start.demonstrations",
                 fix="Return [(text, is_model_text), ...], the prompt first",
             )

@@ -146,8 +146,8 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Write the weights atomically, with a digest of their content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(whole, unfinished, metadata={DIGEST_KEY: _compute_digest(whole)})
+    contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(contiguous, unfinished, metadata={DIGEST_KEY: _compute_digest(contiguous)})
     os.replace(unfinished, path)
 
 
@@ -157,11 +157,11 @@ def load_weights(path: Path) -> dict[str, Tensor] | None:
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            told = (file.metadata() or {}).get(DIGEST_KEY)
+            expected_digest = (file.metadata() or {}).get(DIGEST_KEY)
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CorruptData(f"a saved warm start cannot be read: {error}", where=str(path)) from error
-    if _compute_digest(found) != told:
+    if _compute_digest(found) != expected_digest:
         raise CorruptData("a saved warm start does not match its digest", where=str(path))
     return found
 

@@ -50,9 +50,9 @@ def compute_objective(terms: LossTerms, weight: Tensor, config: AlgorithmConfig)
         clipped = (slope == 0) & (terms.advantages != 0) & (factor != 0)
         if is_kl_in_loss(config):
             divergence = kl.estimate_kl(config.kl, logprobs, own.get_extra("reference"))
-            held = divergence * (config.kl_coefficient * weight)
-            slope = slope + torch.autograd.grad(held.sum(), logprobs)[0]
-            losses = losses + held
+            kl_losses = divergence * (config.kl_coefficient * weight)
+            slope = slope + torch.autograd.grad(kl_losses.sum(), logprobs)[0]
+            losses = losses + kl_losses
     difference = logprobs.detach() - select_old_logprobs(own, config)
     if get_algorithm(config.name).sequence_ratio:
         difference = own.sum_by_sequence(difference)

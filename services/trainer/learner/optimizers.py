@@ -74,7 +74,7 @@ class Optimizer:
         for part in matrices:
             by_shape.setdefault(part.parameter.shape, []).append(part)
         about = config.muon_lr, config.weight_decay
-        self._muons = [Muon(alike, *about) for alike in by_shape.values()]
+        self._muons = [Muon(same_shape, *about) for same_shape in by_shape.values()]
 
     def update_settings(self, config: OptimizerConfig) -> None:
         """Replace the rates; raise ConfigError if that would change Muon's parameters."""

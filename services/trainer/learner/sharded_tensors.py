@@ -45,9 +45,9 @@ def apply_to_full_matrices(
     sent.view(-1, each, width)[:count, :own] = matrices
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    whole = received.transpose(0, 1).reshape(share, ranks * each, width)
-    made = torch.zeros_like(whole)
-    made[:, :height] = function(whole[:, :height])
-    sent = made.view(share, ranks, each, width).transpose(0, 1).contiguous()
+    full_matrices = received.transpose(0, 1).reshape(share, ranks * each, width)
+    results = torch.zeros_like(full_matrices)
+    results[:, :height] = function(full_matrices[:, :height])
+    sent = results.view(share, ranks, each, width).transpose(0, 1).contiguous()
     dist.all_to_all_single(received, sent, group=group)
     return received.view(-1, each, width)[:count, :own]

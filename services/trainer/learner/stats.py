@@ -128,8 +128,8 @@ def measure_values(stats: BinStats, terms: LossTerms, losses: Tensor) -> None:
 def _to_numbers(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the values of scalars in one device transfer; counts stay integers."""
     numbers = torch.stack([tensor.double() for tensor in tensors.values()]).tolist()
-    whole = [not tensor.is_floating_point() for tensor in tensors.values()]
-    named = zip(tensors, numbers, whole, strict=True)
+    integer_flags = [not tensor.is_floating_point() for tensor in tensors.values()]
+    named = zip(tensors, numbers, integer_flags, strict=True)
     return {name: int(number) if count else number for name, number, count in named}
 
 

@@ -212,8 +212,8 @@ class RankActor(Actor):
             until = self._mesh.clock.monotonic() + DISCARD_TIMEOUT_S
             while self._rows.has_copy and self._mesh.clock.monotonic() < until:
                 await self._mesh.clock.sleep(POLL_S)
-        held = places.stored_bytes
-        return TierUsage(self._rows.size_bytes, held[Tier.MEMORY], held[Tier.DISK])
+        stored_bytes = places.stored_bytes
+        return TierUsage(self._rows.size_bytes, stored_bytes[Tier.MEMORY], stored_bytes[Tier.DISK])
 
     @call(Ranks.execute_sleep_order)
     async def execute_sleep_order(self, order: orders.SleepOrder) -> None:

@@ -32,10 +32,10 @@ def run_and_report(
 
 def raise_first(faults: Iterable[RankFault]) -> None:
     """Raise the first fault as its original error."""
-    for trouble in faults:
-        if trouble.code == OS_ERROR_CODE:
-            raise OSError(trouble.message)
-        if trouble.code:
-            error = from_wire(trouble.code, trouble.message, trouble.where)
-            error.fix = trouble.fix
+    for fault in faults:
+        if fault.code == OS_ERROR_CODE:
+            raise OSError(fault.message)
+        if fault.code:
+            error = from_wire(fault.code, fault.message, fault.where)
+            error.fix = fault.fix
             raise error

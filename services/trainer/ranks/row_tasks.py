@@ -116,10 +116,10 @@ class RowSaver(_RowTask[SavingResult]):
             await self.clear_unfinished()  # rank 0 has abandoned the previous one
             self._started_path = path
         about = self._rank, path, order.tensor_names, order.file_number, order.saves_masters
-        trouble: RankFault = await self._run(
+        fault: RankFault = await self._run(
             run_and_report, WRITE_FAULTS, write_rows, *about, deadline_s=STATE_TRANSFER_TIMEOUT_S
         )
-        return trouble
+        return fault
 
     async def finish(self, order: FinishSaving) -> SavingResult:
         """Upload files that rank 0 cannot read to the store, and remove them here."""
@@ -133,10 +133,10 @@ class RowSaver(_RowTask[SavingResult]):
         """Remove unfinished files for rank 0 on another host, also those of an earlier process."""
         await self._background_task.close()
         self._started_path = None
-        left = self._data.local_run_dir / "checkpoints"
+        checkpoints_dir = self._data.local_run_dir / "checkpoints"
 
         def remove() -> None:
-            for path in left.glob(f"step-*.*.{self._rank.rank}"):
+            for path in checkpoints_dir.glob(f"step-*.*.{self._rank.rank}"):
                 shutil.rmtree(path, ignore_errors=True)
 
         await self._mesh.host.run_blocking(remove, deadline_s=STATE_TRANSFER_TIMEOUT_S)
@@ -146,8 +146,8 @@ class RowSaver(_RowTask[SavingResult]):
         files = {}
         try:
             for name in await run(list_files, path, deadline_s=STATE_TRANSFER_TIMEOUT_S):
-                said = f"{name} of a rank's state"
-                files[name] = await put_file(self._mesh, self._bulk, path / name, said)
+                description = f"{name} of a rank's state"
+                files[name] = await put_file(self._mesh, self._bulk, path / name, description)
         except (MeshError, OSError) as error:
             return SavingResult(fault=describe_fault(error))
         finally:
@@ -162,8 +162,8 @@ class RowRestorer(_RowTask[RankFault]):
         A fault that can be repaired is the answer, so that the group is not lost.
         """
         key = order.generation, order.restore_id
-        trouble = await self._background_task.poll(key, partial(self._restore_rows, order))
-        return RestoreResult(in_progress=True) if trouble is None else RestoreResult(trouble)
+        fault = await self._background_task.poll(key, partial(self._restore_rows, order))
+        return RestoreResult(in_progress=True) if fault is None else RestoreResult(fault)
 
     async def _restore_rows(self, order: RestoreRows) -> RankFault:
         rank = self._rank

@@ -34,22 +34,22 @@ async def make_row_filler(
         CorruptData, NotFound: The store lacks intact chunks, after a request for all of them.
         RowsMissing: The version has fewer bits per number than are trained.
     """
-    wanted: dict[str, RowRange | None] = {
+    missing_rows: dict[str, RowRange | None] = {
         name: RowRange(0, part.first_row, part.first_row + len(part.rows))
         for name, part in own_rows.items()
         if part.rows.numel() and MASTER_PREFIX + name not in saved
     }
     image: VersionImage | None = None
-    if wanted:
+    if missing_rows:
         receiver = WeightReceiver(mesh, bulk)
         for piece in (await receiver.fetch_manifest(manifest)).tensors:
             if (
-                piece.name in wanted
+                piece.name in missing_rows
                 and get_element_bytes(piece) < own_rows[piece.name].rows.element_size()
             ):
                 what = f"version {manifest} has {piece.name} only in {piece.dtype}"
                 raise RowsMissing(f"{what}, and its masters were not saved")
-        image = await receiver.receive(manifest, wanted, rehash=True)
+        image = await receiver.receive(manifest, missing_rows, rehash=True)
 
     def fill(name: str, part: TensorRows) -> None:
         if not part.rows.numel():

@@ -144,10 +144,10 @@ def _read_header(file: Path) -> dict[str, _SavedTensor]:
     try:
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            told = json.loads(opened.read(size))
-        offsets = json.loads(told.pop("__metadata__", {}).get(_SHARDS, "{}"))
+            header = json.loads(opened.read(size))
+        offsets = json.loads(header.pop("__metadata__", {}).get(_SHARDS, "{}"))
         found = {}
-        for name, about in told.items():
+        for name, about in header.items():
             firsts = offsets.get(name, {}).get(_OFFSETS, ())
             if any(firsts[1:]):
                 raise ValueError(f"{name} is not divided by rows")

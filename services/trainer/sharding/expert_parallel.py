@@ -109,12 +109,12 @@ class ExpertParallel:
         here: Tensor = AllToAll.apply(rows, sizes, coming, group)  # type: ignore[no-untyped-call]
         about = here, experts.gate_up, experts.down, came, experts
         if self._recompute:
-            made = checkpoint(
+            outputs = checkpoint(
                 self._compute_experts, *about, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            made = self._compute_experts(*about)
-        found: Tensor = AllToAll.apply(made, coming, sizes, group)  # type: ignore[no-untyped-call]
+            outputs = self._compute_experts(*about)
+        found: Tensor = AllToAll.apply(outputs, coming, sizes, group)  # type: ignore[no-untyped-call]
         return found
 
     def _compute_experts(
@@ -134,18 +134,18 @@ class ExpertParallel:
         if not len(rows):  # other ranks wait for this rank's part of a sum in the backward pass
             return rows + 0.0 * (wide.flatten()[:1] * narrow.flatten()[:1]).sum()
         order = order_by_expert(received_counts)
-        made = experts.compute_experts(
+        outputs = experts.compute_experts(
             rows.index_select(0, order), received_counts.sum(0).cumsum(0), wide, narrow
         )
-        return made.index_select(0, invert_permutation(order))
+        return outputs.index_select(0, invert_permutation(order))
 
     def _gather_matrices(self, own: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """Return the matrices of all `count` experts of this part in the dtype of passes."""
         if self._replica_group.size() == 1:
             return own.to(dtype)
         each = -(-count // self._replica_group.size())
-        whole: Tensor = GatherRows.apply(own, count, each, dtype, self._replica_group)  # type: ignore[no-untyped-call]
-        return whole
+        matrices: Tensor = GatherRows.apply(own, count, each, dtype, self._replica_group)  # type: ignore[no-untyped-call]
+        return matrices
 
 
 def split_experts(
@@ -167,9 +167,11 @@ def split_experts(
         list(range(first, first + expert_parallel)) for first in range(0, ranks, expert_parallel)
     ]
     groups = [(some, dist.new_group(some, timeout=within)) for some in (*same, *near)]
-    alike, others = (group for some, group in groups if rank in some)
+    replica_group, expert_group = (group for some, group in groups if rank in some)
     large = 4 * sum(p.numel() for p in experts.values()) // expert_parallel > MAX_UNSHARDED_BYTES
-    across = ExpertParallel(alike, others, recompute=large and alike.size() > 1)
+    across = ExpertParallel(
+        replica_group, expert_group, recompute=large and replica_group.size() > 1
+    )
     own: set[nn.Parameter] = set()
     for name, parameter in experts.items():
         place, _, kind = name.rpartition(".")

@@ -91,9 +91,9 @@ def gather_rows(
     """Return the rows [total, ..] of a group's ranks in `dtype`, at most `max_rows` from each."""
     padded = own.new_zeros(max_rows, *own.shape[1:], dtype=dtype)
     padded[: len(own)] = own
-    whole = padded.new_empty(max_rows * group.size(), *own.shape[1:])
-    dist.all_gather_into_tensor(whole, padded, group=group)
-    return whole[:total]
+    gathered = padded.new_empty(max_rows * group.size(), *own.shape[1:])
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    return gathered[:total]
 
 
 def reduce_scatter_rows(

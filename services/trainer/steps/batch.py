@@ -174,8 +174,10 @@ class RefillPolicy:
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
-        wanted = has_refill(config.algorithm)
-        self._max_count = MAX_REFILLS_PER_GROUP * config.algorithm.groups_per_step if wanted else 0
+        is_refilling = has_refill(config.algorithm)
+        self._max_count = (
+            MAX_REFILLS_PER_GROUP * config.algorithm.groups_per_step if is_refilling else 0
+        )
         self.replaced_count = 0  # groups replaced so far
 
     def try_replace(self, group: TrajectoryGroup) -> bool:

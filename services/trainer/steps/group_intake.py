@@ -84,12 +84,15 @@ class GroupIntake:
         began, asleep = self._mesh.clock.monotonic(), 0.0
         answer = await self._try_lease(step, yielded)
         while answer.wait is not None and not answer.groups:
-            on, held = answer.wait.shard or shard_name(self._job, 0), self._mesh.job_clock.is_paused
+            on, is_paused = (
+                answer.wait.shard or shard_name(self._job, 0),
+                self._mesh.job_clock.is_paused,
+            )
             # A new wait begins after a sleep or a pause; a pause counts as no wait.
-            with nullcontext() if held else self._mesh.wait("ready groups", on):
+            with nullcontext() if is_paused else self._mesh.wait("ready groups", on):
                 while answer.wait is not None and not answer.groups:
-                    await self._mesh.clock.sleep(PAUSED_POLL_S if held else POLL_S)
-                    if not self.is_awake.is_set() or self._mesh.job_clock.is_paused != held:
+                    await self._mesh.clock.sleep(PAUSED_POLL_S if is_paused else POLL_S)
+                    if not self.is_awake.is_set() or self._mesh.job_clock.is_paused != is_paused:
                         break
                     answer = await self._try_lease(step, yielded)
             asleep += await self._wait_until_awake()

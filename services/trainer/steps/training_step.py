@@ -71,13 +71,13 @@ class TrainingStep:
     async def run(self, groups: AsyncIterator[TrajectoryGroup]) -> StepResult:
         """Train on groups in the order of their arrival."""
         config = self._config
-        whole = (
+        needs_all_groups = (
             self._algorithm.prepare_advantages
             or list_scoring_passes(config.algorithm)
             or config.algorithm.updates > 1
         )
         # Otherwise bins can be computed before all groups have arrived.
-        if not whole and not config.training.deterministic:
+        if not needs_all_groups and not config.training.deterministic:
             await self._run_streaming(groups)
         else:
             arrived = [group async for group in groups]

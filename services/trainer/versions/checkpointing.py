@@ -168,15 +168,17 @@ class CheckpointWriter:
                     files = await self._upload_files(name, scratch, written)
             except CorruptData as error:
                 about = "checkpoint", Path(error.where), error.message, ABANDONED_ACTION
-                told = corruption.make_event_fields(*about, job=self._data.id)
-                append = partial(events.append, self._mesh.state, corruption.CORRUPTION_EVENT, told)
+                fields = corruption.make_event_fields(*about, job=self._data.id)
+                append = partial(
+                    events.append, self._mesh.state, corruption.CORRUPTION_EVENT, fields
+                )
                 await retry(self._mesh.clock, partial(append, uuid.uuid4().hex))
                 raise
         finally:
             await run(shutil.rmtree, scratch, True, deadline_s=SAVE_TIMEOUT_S)
         store = self._mesh.ref(STORE_NAME)
-        whole = replace(request, files=files)
-        await retry(self._mesh.clock, lambda: store.call(Weights.save_checkpoint, whole))
+        checkpoint = replace(request, files=files)
+        await retry(self._mesh.clock, lambda: store.call(Weights.save_checkpoint, checkpoint))
         self.last_name, self.last_step = name, request.step
         self.on_written(request.step, self._mesh.clock.monotonic() - began)
 
@@ -230,8 +232,8 @@ class CheckpointWriter:
         mesh, files = self._mesh, {}
         paths = await mesh.host.run_blocking(list_files, scratch, deadline_s=SAVE_TIMEOUT_S)
         for path in paths:
-            said = f"{path} of checkpoint {name}"
-            files[path] = await put_file(mesh, self._bulk, scratch / path, said)
+            description = f"{path} of checkpoint {name}"
+            files[path] = await put_file(mesh, self._bulk, scratch / path, description)
         check_digests(scratch, files, written)
         await assemble_checkpoint(mesh, CheckpointAssembly(self._data.id, name, files))
         return files

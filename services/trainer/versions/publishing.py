@@ -137,8 +137,8 @@ class VersionPublisher:
         outline = self._select_tensors(base is not None)
         laid = await self._stage_rows(outline, version)
         scale = lora.scale if base else 0.0
-        made = build_version(self._data.id, lineage, version, outline, laid, base, scale)
-        types = frozenset(one.dtype for one in made.manifest.tensors)
+        staged = build_version(self._data.id, lineage, version, outline, laid, base, scale)
+        types = frozenset(one.dtype for one in staged.manifest.tensors)
         if base is not None:  # many versions share one base
             if self._base_dtypes[0] != base.manifest:
                 self._base_dtypes = (
@@ -147,8 +147,8 @@ class VersionPublisher:
                 )
             types |= self._base_dtypes[1]
         self._dtypes = types
-        self._remember(made.digest, made.manifest)
-        return made
+        self._remember(staged.digest, staged.manifest)
+        return staged
 
     def _remember(self, digest: str, manifest: Manifest) -> None:
         self._recent_manifests.pop(digest, None)
@@ -179,8 +179,8 @@ class VersionPublisher:
                 await staging.close()
 
     async def _fetch_manifest(self, digest: str, *, alone: bool = True) -> Manifest:
-        store, asked = self._mesh.ref(STORE_NAME), ManifestRequest(digest, without_base=alone)
-        return await retry(self._mesh.clock, lambda: store.call(Weights.fetch_manifest, asked))
+        store, request = self._mesh.ref(STORE_NAME), ManifestRequest(digest, without_base=alone)
+        return await retry(self._mesh.clock, lambda: store.call(Weights.fetch_manifest, request))
 
     async def restage_version(self, lineage: int, version: int, manifest: str) -> bool:
         """Write an incomplete version again, with the base of its adapters, in its manifest's

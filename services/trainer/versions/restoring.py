@@ -86,13 +86,13 @@ class CheckpointRestorer:
                 path = _get_error_path(error, self._directory / f"{name}.json")
                 failing = "the job fails: no other checkpoint exists"
                 then = f"training continues from {before}" if before else failing
-                op, told = uuid.uuid4().hex, self._log_corruption("checkpoint", path, error, then)
+                op, fields = uuid.uuid4().hex, self._log_corruption("checkpoint", path, error, then)
                 await self._call_store(
                     Weights.quarantine_checkpoint,
-                    CheckpointQuarantine(self._data.id, name, op, told),
+                    CheckpointQuarantine(self._data.id, name, op, fields),
                 )
                 # The store appends it itself if there was something to quarantine.
-                await self._append_event(told, op)
+                await self._append_event(fields, op)
             else:
                 return name, checkpoint
         raise ConfigError(

@@ -164,8 +164,8 @@ class _PassTimer:
 
         def pass_() -> Callable[[], object]:
             leaf = x.clone().requires_grad_(True)
-            made = experts.compute_experts(leaf, ends, experts.gate_up, experts.down)
-            return lambda: torch.autograd.backward(made, torch.ones_like(made))
+            outputs = experts.compute_experts(leaf, ends, experts.gate_up, experts.down)
+            return lambda: torch.autograd.backward(outputs, torch.ones_like(outputs))
 
         forward_s, backward_s = self._time_fastest_pass(pass_)
         return forward_s / count, backward_s / count
@@ -208,7 +208,7 @@ class _PassTimer:
     def _make_device_bin(self, length: int) -> DeviceBin:
         tokens = (np.arange(length) % self._model.config.vocab_size).astype(np.int32)
         nothing = np.zeros(length, np.float32)
-        whole = Bin(
+        host_bin = Bin(
             tokens=tokens,
             targets=tokens,
             positions=np.arange(length, dtype=np.int32),
@@ -219,7 +219,7 @@ class _PassTimer:
             advantages=nothing,
             weight=nothing,
         )
-        return move_bin_to_device(whole, self._device)
+        return move_bin_to_device(host_bin, self._device)
 
     def _draw_normal(self, rows: int, like: MixtureOfExperts) -> Tensor:
         generator = torch.Generator(self._device).manual_seed(rows)
@@ -237,8 +237,8 @@ async def load_or_measure_profile(mesh: Mesh, data: JobData) -> dict[str, Any]:
     about = _build_profile_key(data, name)
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(mesh.settings.run_root) / "mesh" / "profiles" / f"{digest}.json"
-    if (kept := _read_profile(path)) is not None:
-        return {"profile": kept}
+    if (saved_profile := _read_profile(path)) is not None:
+        return {"profile": saved_profile}
     training = data.config.training
     try:
         found = await mesh.host.run_blocking(
@@ -256,11 +256,11 @@ async def load_or_measure_profile(mesh: Mesh, data: JobData) -> dict[str, Any]:
             "the accelerator could not be profiled", kind=name, error=str(error)
         )
         return {}
-    told = found.encode()
+    document = found.encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    mesh.host.replace_file(path, json.dumps(told).encode())
+    mesh.host.replace_file(path, json.dumps(document).encode())
     mesh.telemetry.log.info("profile", kind=name, backward=round(found.backward_factor, 2))
-    return {"profile": told}
+    return {"profile": document}
 
 
 def _build_profile_key(data: JobData, name: str) -> dict[str, Any]:
@@ -278,8 +278,8 @@ def _build_profile_key(data: JobData, name: str) -> dict[str, Any]:
 def _read_profile(path: Path) -> dict[str, Any] | None:
     """Return the cached profile; None if it is missing or unreadable."""
     try:
-        told: dict[str, Any] = json.loads(path.read_text())
-        parse_accelerator_costs(told["kind"], "a saved profile")
-        return told if float(told["backward"]) > 0 else None
+        document: dict[str, Any] = json.loads(path.read_text())
+        parse_accelerator_costs(document["kind"], "a saved profile")
+        return document if float(document["backward"]) > 0 else None
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None

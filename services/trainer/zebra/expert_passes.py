@@ -38,21 +38,21 @@ def run_forward(
     sources = sorted(rows)
     came = torch.stack([counts[rank] for rank in sources])  # [attention ranks, experts here]
     order = order_by_expert(came)
-    whole = torch.cat([rows[rank] for rank in sources]).index_select(0, order)
+    inputs = torch.cat([rows[rank] for rank in sources]).index_select(0, order)
     graph = keep_graph and not recompute
-    made = ExpertPass(
+    expert_pass = ExpertPass(
         experts,
         {rank: len(rows[rank]) for rank in sources},
         order,
         came.sum(0).cumsum(0),
-        whole.requires_grad_(keep_graph and len(whole) > 0),
+        inputs.requires_grad_(keep_graph and len(inputs) > 0),
         None,
     )
     with torch.set_grad_enabled(graph):
-        found = _compute_experts(made)
+        found = _compute_experts(expert_pass)
     if graph:
-        made.outputs = found
-    return _split_by_rank(made, found.detach()), made
+        expert_pass.outputs = found
+    return _split_by_rank(expert_pass, found.detach()), expert_pass
 
 
 def run_backward(expert_pass: ExpertPass, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -274,9 +274,9 @@ def check_zebra_config(
             where=where,
             fix="Choose an algorithm without a critic, or remove training.zebra",
         )
-    left = [config.num_experts - division.attention_ranks * count for count in hosted]
-    idle = max(left) < division.expert_ranks if division.expert_ranks else max(left) > 0
-    if len(hosted) != len(mixture) or min(left) < 0 or idle:
+    unhosted = [config.num_experts - division.attention_ranks * count for count in hosted]
+    idle = max(unhosted) < division.expert_ranks if division.expert_ranks else max(unhosted) > 0
+    if len(hosted) != len(mixture) or min(unhosted) < 0 or idle:
         raise ConfigError(
             f"{list(hosted)} hosted experts and {division.expert_ranks} ranks for the others "
             "do not fit "

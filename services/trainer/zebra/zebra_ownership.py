@@ -36,8 +36,8 @@ class ZebraOwnership:
         if rank < self.attention_ranks:
             return slice(rank * hosted, (rank + 1) * hosted)
         first, number = self.attention_ranks * hosted, rank - self.attention_ranks
-        left = self.experts_per_layer - first
-        begin, end = (left * n // self.expert_ranks for n in (number, number + 1))
+        unhosted = self.experts_per_layer - first
+        begin, end = (unhosted * n // self.expert_ranks for n in (number, number + 1))
         return slice(first + begin, first + end)
 
     def list_owners(self, moe_layer: int) -> list[int]:

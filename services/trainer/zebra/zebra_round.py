@@ -312,7 +312,7 @@ class ZebraRound:
             if task.backward:
                 found = of_experts.run_backward(self._expert_passes.pop(place), rows)
             else:
-                found, made = of_experts.run_forward(
+                found, expert_pass = of_experts.run_forward(
                     self._pieces.get_moe_layer(task.layer).experts,
                     counts,
                     rows,
@@ -320,7 +320,7 @@ class ZebraRound:
                     self._recompute,
                 )
                 if self._keep_graphs:
-                    self._expert_passes[place] = made
+                    self._expert_passes[place] = expert_pass
         if self._rank in found:
             self._own_outputs[key] = found.pop(self._rank)
         if self._has_other_receivers(task.layer):

@@ -1,14 +1,14 @@
--- Commands on hashes: `fields`, and `flat` once HGETALL has been asked for, until the next write.
--- Its order is Lua's own, which the writes before it decide alone.
+-- Commands on hashes. HGETALL caches its reply in `flat` until the next write. Its order is Lua's
+-- own, which depends only on the earlier writes.
 local parts = ...
 
-local command, counted, fail = parts.command, parts.counted, parts.fail
-local next, unpack, value, whole = next, unpack, parts.value, parts.whole
+local command, add_to_counter, fail = parts.command, parts.add_to_counter, parts.fail
+local next, unpack, value, parse_integer = next, unpack, parts.value, parts.parse_integer
 
-local UNPACKED = 1000 -- fields and values that Lua's stack takes at once, with room to spare
+local UNPACKED = 1000 -- maximum of values on Lua's stack, below its limit
 
--- The hash under a key, a new one if there is none, for writing.
-local function made(space, key)
+-- Returns the hash of a key for writing; creates it if there is none.
+local function get_or_create(space, key)
   local hash = value(space, key, 'hash')
   if not hash then
     hash = {kind = 'hash', fields = {}}
@@ -20,7 +20,7 @@ end
 
 command('HSET', -4, 'wm', function(space, args, n)
   if n % 2 == 1 then fail("ERR wrong number of arguments for 'hset' command") end
-  local fields, new = made(space, args[2]).fields, 0
+  local fields, new = get_or_create(space, args[2]).fields, 0
   for i = 3, n, 2 do
     local field = args[i]
     if not fields[field] then new = new + 1 end
@@ -30,7 +30,7 @@ command('HSET', -4, 'wm', function(space, args, n)
 end)
 
 command('HSETNX', 4, 'wm', function(space, args)
-  local fields = made(space, args[2]).fields
+  local fields = get_or_create(space, args[2]).fields
   if fields[args[3]] then return 0 end
   fields[args[3]] = args[4]
   return 1
@@ -55,7 +55,7 @@ end)
 
 command('HVALS', 2, '', function(space, args)
   local hash, found = value(space, args[2], 'hash'), {}
-  for _, one in pairs(hash and hash.fields or {}) do found[#found + 1] = one end
+  for _, text in pairs(hash and hash.fields or {}) do found[#found + 1] = text end
   return found
 end)
 
@@ -77,23 +77,24 @@ end)
 command('HDEL', -3, 'w', function(space, args, n)
   local hash = value(space, args[2], 'hash')
   if not hash then return 0 end
-  local fields, gone = hash.fields, 0
+  local fields, removed = hash.fields, 0
   hash.flat = nil
   for i = 3, n do
     if fields[args[i]] then
       fields[args[i]] = nil
-      gone = gone + 1
+      removed = removed + 1
     end
   end
   if next(fields) == nil then space.keys[args[2]] = nil end
-  return gone
+  return removed
 end)
 
 command('HINCRBY', 4, 'wm', function(space, args)
-  local by = whole(args[4])
+  local by = parse_integer(args[4])
   local hash = value(space, args[2], 'hash')
-  local before = whole(hash and hash.fields[args[3]] or '0', 'ERR hash value is not an integer')
-  local text = counted(before, by)
-  made(space, args[2]).fields[args[3]] = text
+  local field = hash and hash.fields[args[3]] or '0'
+  local before = parse_integer(field, 'ERR hash value is not an integer')
+  local text = add_to_counter(before, by)
+  get_or_create(space, args[2]).fields[args[3]] = text
   return tonumber(text)
 end)

@@ -1,16 +1,17 @@
--- cjson as Redis has it: an empty table is {}, numbers have 14 digits, sparse arrays are refused.
+-- Redis' cjson: an empty table is {}, numbers have 14 digits, sparse arrays are rejected.
 local parts = ...
 
 local byte, char, find, format = string.byte, string.char, string.find, string.format
 local gsub, match, sub = string.gsub, string.match, string.sub
 local concat, floor, huge, next, type = table.concat, math.floor, math.huge, next, type
 
-local NULL = newproxy() -- Redis has a light userdata here, which a script cannot make
-local DEPTH_MOST = 1000 -- of tables in tables, both ways
-local SPARSE_RATIO, SPARSE_SAFE = 2, 10 -- an array may have so many times more places than items
-local REMEMBERED = 2 ^ 22 -- bytes of strings whose quoted form is kept: rows are told many times
+local NULL = newproxy() -- Redis uses a light userdata, which Lua code cannot create
+local MAX_DEPTH = 1000 -- maximum depth of nested tables, for both directions
+-- Redis' defaults: maximum ratio of length to items, and the length up to which any ratio passes.
+local SPARSE_RATIO, SPARSE_SAFE = 2, 10
+local CACHE_BYTES = 2 ^ 22 -- limit of the caches: scripts encode the same rows often
 
-local EACH = 100 -- bytes of a short string beside its text
+local STRING_OVERHEAD_BYTES = 100 -- bytes of a short string in addition to its text
 
 local ESCAPES = {['"'] = '\\"', ['\\'] = '\\\\', ['/'] = '\\/', ['\b'] = '\\b', ['\t'] = '\\t',
   ['\n'] = '\\n', ['\f'] = '\\f', ['\r'] = '\\r', ['\127'] = '\\u007f'}
@@ -19,13 +20,13 @@ for code = 0, 31 do
 end
 local ESCAPED = '[%c"\\/]'
 
--- The quoted form of strings, and ',"name":' of names; both are emptied when they are full.
-local quoted, labels, kept = {}, {}, 0
+-- Caches of quoted strings and of ',"name":' labels; both are cleared when they are full.
+local quoted, labels, cached_bytes = {}, {}, 0
 
-local function remember(memory, text, form)
-  kept = kept + #text + EACH
-  memory[text] = form
-  if kept > REMEMBERED then quoted, labels, kept = {}, {}, 0 end
+local function cache_form(cache, text, form)
+  cached_bytes = cached_bytes + #text + STRING_OVERHEAD_BYTES
+  cache[text] = form
+  if cached_bytes > CACHE_BYTES then quoted, labels, cached_bytes = {}, {}, 0 end
   return form
 end
 
@@ -43,10 +44,10 @@ local function label(key)
   if type(key) ~= 'string' then
     error('Cannot serialise ' .. type(key) .. ': table key must be a number or string', 0)
   end
-  return remember(labels, key, ',' .. quote(key) .. ':')
+  return cache_form(labels, key, ',' .. quote(key) .. ':')
 end
 
--- The length of an array; nothing for an object.
+-- Returns the length of an array, or nil for an object.
 local function array_length(value)
   local most, items = 0, 0
   for key in next, value do
@@ -60,10 +61,10 @@ local function array_length(value)
   return most > 0 and most or nil
 end
 
-local put -- (buffer, n, value, depth) -> the number of pieces that are in the buffer then
+local put -- (buffer, n, value, depth) -> the new number of pieces in the buffer
 
 local function put_table(buffer, n, value, depth)
-  if depth > DEPTH_MOST then
+  if depth > MAX_DEPTH then
     error('Cannot serialise, excessive depth (' .. depth .. ')', 0)
   end
   local length = array_length(value)
@@ -78,7 +79,7 @@ local function put_table(buffer, n, value, depth)
   local first = n + 1
   for key, item in next, value do
     buffer[n + 1] = labels[key] or label(key)
-    local form = quoted[item] -- most items are strings that were told before
+    local form = quoted[item] -- most items are strings that were encoded before
     if form then
       n = n + 2
       buffer[n] = form
@@ -99,9 +100,9 @@ function put(buffer, n, value, depth)
   local kind = type(value)
   if kind == 'table' then return put_table(buffer, n, value, depth + 1) end
   if kind == 'string' then
-    buffer[n + 1] = quoted[value] or remember(quoted, value, quote(value))
+    buffer[n + 1] = quoted[value] or cache_form(quoted, value, quote(value))
   elseif kind == 'number' then
-    buffer[n + 1] = finite(value) -- concat writes it with 14 digits
+    buffer[n + 1] = finite(value) -- concat formats it with 14 digits
   elseif kind == 'boolean' then
     buffer[n + 1] = value and 'true' or 'false'
   elseif value == nil or value == NULL then
@@ -119,15 +120,15 @@ local function encode(...)
   return concat(buffer, '', 1, put(buffer, 0, value, 0))
 end
 
--- Decoding: `text` is what is read, positions are its bytes; `next_slash` is that of the first
--- backslash that has not been passed.
+-- State of the decoder: `text` is the input. Positions count its bytes from 1. `next_slash` is the
+-- position of the next backslash.
 local text, next_slash
 
 local function unexpected(what, at)
   error('Expected ' .. what .. ' but found invalid token at character ' .. at, 0)
 end
 
--- The first byte from `at` on that is no white space, and its position.
+-- Returns the first byte from `at` on that is not white space, and its position.
 local function token(at)
   local code = byte(text, at)
   while code == 32 or code == 10 or code == 13 or code == 9 do
@@ -153,8 +154,8 @@ local function hexadecimal(raw, at)
   return tonumber(digits, 16)
 end
 
--- The character of the escape \uXXXX at `at` of `raw`, and where the text goes on after it.
-local function character(raw, at)
+-- Returns the character of the escape \uXXXX at `at` of `raw`, and the position after it.
+local function decode_escape(raw, at)
   local code = hexadecimal(raw, at)
   if code < 0xD800 or code > 0xDFFF then return utf8(code), at + 6 end
   if code > 0xDBFF then unexpected('a high surrogate', at) end
@@ -176,19 +177,19 @@ local function unescape(raw)
     if not slash then return concat(pieces) end
     local name = sub(raw, slash + 1, slash + 1)
     if name == 'u' then
-      pieces[#pieces + 1], at = character(raw, slash)
+      pieces[#pieces + 1], at = decode_escape(raw, slash)
     else
       pieces[#pieces + 1], at = PLAIN[name], slash + 2
     end
   end
 end
 
--- The string whose opening quote is at `at`, and the position after the closing one.
+-- Returns the string whose opening quote is at `at`, and the position after its closing quote.
 local function string_at(at)
   local close = find(text, '"', at + 1, true)
   if next_slash < at then next_slash = find(text, '\\', at, true) or #text + 1 end
   if close and close < next_slash then return sub(text, at + 1, close - 1), close + 1 end
-  -- JSON in JSON has many escaped quotes and hardly an escaped backslash before a quote.
+  -- Fast path: JSON in JSON has many escaped quotes, but rarely an escaped backslash.
   local _, first = find(text, '[^\\]"', at + 1)
   local raw = first and sub(text, at + 1, first - 1)
   if not raw or find(raw, '\\\\', 1, true) then
@@ -255,7 +256,7 @@ function decode_value(at, depth)
   code, at = token(at)
   if code == 34 then return string_at(at) end
   if code ~= 123 and code ~= 91 then return word_at(at) end
-  if depth >= DEPTH_MOST then
+  if depth >= MAX_DEPTH then
     error('Found too many nested data structures (' .. depth + 1 .. ')', 0)
   end
   if code == 123 then return object_at(at, depth + 1) end
@@ -263,11 +264,11 @@ function decode_value(at, depth)
 end
 
 local function decode(...)
-  local given = ...
-  if type(given) ~= 'string' and type(given) ~= 'number' then
-    error("bad argument #1 to 'decode' (string expected, got " .. type(given) .. ')', 0)
+  local input = ...
+  if type(input) ~= 'string' and type(input) ~= 'number' then
+    error("bad argument #1 to 'decode' (string expected, got " .. type(input) .. ')', 0)
   end
-  text, next_slash = tostring(given), 0
+  text, next_slash = tostring(input), 0
   if find(text, '\0', 1, true) then unexpected('the end', find(text, '\0', 1, true)) end
   local value, at = decode_value(1, 0)
   local code, stop = token(at)

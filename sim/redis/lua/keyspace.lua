@@ -1,13 +1,13 @@
--- The keys of one server, their kinds and their expiry, and numbers as Redis reads and writes them.
+-- Keys of one server with their kinds and expiry, and Redis' parsing and formatting of numbers.
 local parts = ...
 
 local find, format, getinfo = string.find, string.format, debug.getinfo
 local huge, pairs, tonumber, type = math.huge, pairs, tonumber, type
 
--- Whole numbers are exact up to here; Redis counts in 64 bits, which no script of ours comes near.
+-- Largest exact integer of a double. Redis has 64 bits, but our scripts need no larger numbers.
 local EXACT = 2 ^ 53 - 1
 
--- Ends the command at hand with an error answer. A script that runs is told the line it was at.
+-- Ends the current command with an error reply. In a script, the error includes the line number.
 function parts.fail(message)
   local level, at = 2, getinfo(2, 'Sl')
   while at and at.source ~= '@user_script' do
@@ -18,33 +18,33 @@ function parts.fail(message)
 end
 local fail = parts.fail
 
--- What this server does not have: no answer of Redis, so that nobody takes it for one.
-function parts.missing(what) error({missing = what}, 0) end
+-- Raises an error for a feature that this server lacks. It differs from all replies of Redis.
+function parts.fail_unsupported(what) error({unsupported = what}, 0) end
 
 function parts.keyspace()
-  -- Keys that expire, in the order in which they were written: mostly that in which they end.
-  return {keys = {}, scripts = {}, ending = {}, first = 1, last = 0, now_ms = 0, micros = 0}
+  -- `expiring`: keys with an expiry in write order, which is mostly the order of expiry.
+  return {keys = {}, scripts = {}, expiring = {}, first = 1, last = 0, now_ms = 0, micros = 0}
 end
 
-local function copied(value, known)
+local function copy_state(value, known)
   if type(value) ~= 'table' then return value end
   if known[value] then return known[value] end
   local copy = {}
   known[value] = copy
-  for key, inner in pairs(value) do copy[key] = copied(inner, known) end
+  for key, inner in pairs(value) do copy[key] = copy_state(inner, known) end
   return copy
 end
 
--- What a server would have after a restart: its keys, and no scripts.
-function parts.copied(space)
-  return copied(space, {[space.scripts] = {}})
+-- Returns the state of a server after a restart: its keys without scripts.
+function parts.copy_state(space)
+  return copy_state(space, {[space.scripts] = {}})
 end
 
--- The value under a key if it is of that kind; nothing if there is none.
+-- Returns the value of a key, or nil if there is none; fails if it has another kind.
 function parts.value(space, key, kind)
   local value = space.keys[key]
   if not value then return nil end
-  if value.ends_ms and value.ends_ms < space.now_ms then
+  if value.expires_ms and value.expires_ms < space.now_ms then
     space.keys[key] = nil
     return nil
   end
@@ -56,56 +56,57 @@ end
 
 function parts.exists(space, key)
   local value = space.keys[key]
-  return value ~= nil and not (value.ends_ms and value.ends_ms < space.now_ms)
+  return value ~= nil and not (value.expires_ms and value.expires_ms < space.now_ms)
 end
 
-function parts.expire(space, key, value, ends_ms)
-  value.ends_ms = ends_ms
+function parts.expire(space, key, value, expires_ms)
+  value.expires_ms = expires_ms
   space.last = space.last + 1
-  space.ending[space.last] = {key, value}
+  space.expiring[space.last] = {key, value}
 end
 
--- Frees what has expired. One that ends later than what was written after it holds those up: they
--- are gone for who looks, and are freed later.
+-- Frees expired keys at the front of the queue. A key that expires late delays the release of the
+-- keys behind it; reads already treat those as expired.
 function parts.sweep(space)
-  local first, ending, now_ms = space.first, space.ending, space.now_ms
-  while first <= space.last and ending[first][2].ends_ms < now_ms do
-    local key, value = ending[first][1], ending[first][2]
+  local first, expiring, now_ms = space.first, space.expiring, space.now_ms
+  while first <= space.last and expiring[first][2].expires_ms < now_ms do
+    local key, value = expiring[first][1], expiring[first][2]
     if space.keys[key] == value then space.keys[key] = nil end
-    ending[first] = nil
+    expiring[first] = nil
     first = first + 1
   end
   space.first = first
 end
 
--- Redis' reading of a whole number, or the failure that says `complaint`.
-function parts.whole(text, complaint)
+-- Parses an integer as Redis does; fails with `complaint` if the text is not an integer.
+function parts.parse_integer(text, complaint)
   local number = find(text, '^-?[1-9]%d*$') and tonumber(text) or text == '0' and 0
   if not number then fail(complaint or 'ERR value is not an integer or out of range') end
-  if number > EXACT or number < -EXACT then parts.missing('whole numbers beyond 2^53') end
+  if number > EXACT or number < -EXACT then parts.fail_unsupported('whole numbers beyond 2^53') end
   return number
 end
 
-function parts.decimal(text, complaint)
+function parts.parse_float(text, complaint)
   local number = not find(text, '^%s') and tonumber(text)
   if not number or number ~= number then fail(complaint) end
   return number
 end
 
--- Redis 7.0's text of a number that a script passes.
-function parts.text(number)
+-- Formats a number argument of a script as Redis 7.0 does.
+function parts.format_number(number)
   if number == huge then return 'inf' end
   if number == -huge then return '-inf' end
   return format('%.17g', number)
 end
 
--- The text under a counter that goes on by `by`.
-function parts.counted(before, by)
-  if before + by > EXACT or before + by < -EXACT then parts.missing('counts beyond 2^53') end
-  return format('%.0f', before + by)
+-- Returns `before` + `by` as the text of a counter.
+function parts.add_to_counter(before, by)
+  local sum = before + by
+  if sum > EXACT or sum < -EXACT then parts.fail_unsupported('counts beyond 2^53') end
+  return format('%.0f', sum)
 end
 
--- command name -> {run, arity as Redis states it, writes, needs memory, is not for scripts}
+-- command name -> {run, arity as in Redis, writes, grows: needs memory, outside: not in scripts}
 parts.commands = {}
 
 function parts.command(name, arity, flags, run)

@@ -1,17 +1,18 @@
--- Scripts: compiled once for all servers, run in the names that Redis gives them and no others.
+-- Scripts: compiled once for all servers, with the global names of Redis alone.
 local parts, sha1 = ...
 
 local cjson, command, commands, fail = parts.cjson, parts.command, parts.commands, parts.fail
-local missing, text, whole = parts.missing, parts.text, parts.whole
+local fail_unsupported, format_number = parts.fail_unsupported, parts.format_number
+local parse_integer = parts.parse_integer
 local lower, select, type, upper = string.lower, select, type, string.upper
 
 local OOM = "OOM command not allowed when used memory > 'maxmemory'."
 local MISCONF = 'MISCONF Errors writing to the AOF file: No space left on device'
 
-local running -- the space whose script runs, or nothing
+local running -- keyspace of the running script, or nil
 
--- Fails if a full server refuses the command. A script that has written may write on.
-local function admit(space, found)
+-- Fails if a full server rejects the command. A script that has already written may continue.
+local function check_capacity(space, found)
   if running and space.dirty then return end
   if space.full == 'OOM' then
     if found.grows then fail(OOM) end
@@ -20,18 +21,18 @@ local function admit(space, found)
   end
 end
 
--- The reply of one command, in the form that scripts see; fails with what Redis would answer.
+-- Executes one command and returns its reply in the form for scripts; fails with Redis' error.
 function parts.perform(space, args, n)
   local found = commands[args[1]] or commands[upper(args[1])]
-  if not found then missing(args[1]) end
+  if not found then fail_unsupported(args[1]) end
   local arity = found.arity
   if arity >= 0 and n ~= arity or n < -arity then
     fail(running and 'ERR Wrong number of args calling Redis command from script' or
       "ERR wrong number of arguments for '" .. lower(args[1]) .. "' command")
   end
-  if space.full ~= '' then admit(space, found) end
+  if space.full ~= '' then check_capacity(space, found) end
   if running then
-    if found.outside then missing(args[1] .. ' in a script') end
+    if found.outside then fail_unsupported(args[1] .. ' in a script') end
     space.dirty = space.dirty or found.writes
   end
   return found.run(space, args, n)
@@ -44,7 +45,7 @@ local function call(...)
   for i = 1, n do
     local kind = type(args[i])
     if kind == 'number' then
-      args[i] = text(args[i])
+      args[i] = format_number(args[i])
     elseif kind ~= 'string' then
       fail('ERR Lua redis lib command arguments must be strings or integers')
     end
@@ -90,7 +91,8 @@ local names = {
   string = copy(string, {'dump'}), table = copy(table, {}),
   math = copy(math, {'random', 'randomseed'}), cjson = cjson,
   redis = setmetatable({call = call, pcall = protected_call, error_reply = error_reply,
-    status_reply = status_reply}, {__index = function(_, name) missing('redis.' .. name) end}),
+    status_reply = status_reply},
+    {__index = function(_, name) fail_unsupported('redis.' .. name) end}),
 }
 
 setmetatable(names, {
@@ -100,7 +102,7 @@ setmetatable(names, {
   __newindex = function() error('Attempt to modify a readonly table', 2) end,
 })
 
-local compiled = {} -- sha1 -> the function
+local compiled = {} -- sha1 -> function
 
 local function register(space, source)
   local sha = sha1(source)
@@ -113,9 +115,9 @@ local function register(space, source)
   return sha
 end
 
--- args: the command, the script, how many keys, the keys, the arguments.
+-- args: command, script, number of keys, keys, arguments.
 local function run(space, sha, args, n)
-  local count = whole(args[3])
+  local count = parse_integer(args[3])
   if count > n - 3 then fail("ERR Number of keys can't be greater than number of args") end
   if count < 0 then fail("ERR Number of keys can't be negative") end
   local keys, argv = {}, {}
@@ -142,13 +144,13 @@ end)
 command('SCRIPT', -2, 'o', function(space, args, n)
   local what = upper(args[2])
   if what == 'LOAD' and n == 3 then return register(space, args[3]) end
-  if what ~= 'FLUSH' or n ~= 2 then missing('SCRIPT ' .. args[2]) end
+  if what ~= 'FLUSH' or n ~= 2 then fail_unsupported('SCRIPT ' .. args[2]) end
   space.scripts = {}
   return {ok = 'OK'}
 end)
 
--- What ends a command: clears what a script leaves, and says whose script it was.
-function parts.ended(space)
+-- Resets the state after a command; returns the sha1 of the script that ran, if any.
+function parts.end_command(space)
   local script = running and space.script
   running = nil
   return script

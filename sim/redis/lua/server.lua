@@ -1,13 +1,13 @@
--- One server: takes a command, and answers what the client's side turns into Python.
+-- Server: executes a command and returns a reply, which the client converts to Python.
 local parts = ...
 
-local ended, perform, sweep = parts.ended, parts.perform, parts.sweep
+local end_command, perform, sweep = parts.end_command, parts.perform, parts.sweep
 local ceil, floor = math.ceil, math.floor
 local find, match = string.find, string.match
 local pcall, select, type = pcall, select, type
 
--- What a script returns, as Redis answers it; the text of an error comes second.
-local function answered(reply)
+-- Converts a script's result to a Redis reply. The second result is the text of an error.
+local function convert_reply(reply)
   local kind = type(reply)
   if kind == 'string' then return reply end
   if kind == 'number' then return reply < 0 and ceil(reply) or floor(reply) end
@@ -17,7 +17,7 @@ local function answered(reply)
   if type(rawget(reply, 'ok')) == 'string' then return reply.ok end
   local list, n = {}, 0
   for _, item in ipairs(reply) do
-    local one, failure = answered(item)
+    local one, failure = convert_reply(item)
     n = n + 1
     if failure then one = {err = failure} end
     list[n] = one ~= nil and one
@@ -25,11 +25,11 @@ local function answered(reply)
   return list
 end
 
--- The text of an error that ended a command, of a script or not.
-local function failure(reason, script)
+-- Formats the error that ended a command, with the script and line if it has one.
+local function format_error(reason, script)
   if type(reason) ~= 'table' or not reason.err then
     reason = tostring(type(reason) == 'table' and reason[1] or reason)
-    if find(reason, '^simulated/') then error(reason, 0) end -- a fault of this server itself
+    if find(reason, '^simulated/') then error(reason, 0) end -- defect of this simulated server
     reason = {err = 'ERR ' .. reason, line = match(reason, '^user_script:(%d+):')}
   end
   if not script then return reason.err end
@@ -37,25 +37,25 @@ local function failure(reason, script)
   return reason.err .. ' script: ' .. script .. at
 end
 
--- A new server: its function, which takes the time in microseconds since 1970, '' or how the server
--- is full, and the words of a command. It answers a reply; nil and an error's text; nil, nil and
--- what this server does not have. The second function copies what it holds, for a new server to
--- begin with.
-return function(held)
-  local space = held or parts.keyspace()
+-- Creates a server and returns two functions. The first executes a command. Its arguments are the
+-- time in microseconds since 1970, the exhausted resource ('', 'OOM' or 'MISCONF') and the words of
+-- the command. It returns a reply, or nil and the text of an error, or nil, nil and the name of a
+-- missing feature. The second function returns a copy of the state for a restarted server.
+return function(saved_state)
+  local space = saved_state or parts.keyspace()
   local function execute(micros, full, ...)
     space.micros, space.now_ms, space.full = micros, floor(micros / 1000), full
     if space.first <= space.last then sweep(space) end
-    local done, reply = pcall(perform, space, {...}, select('#', ...))
-    local script = ended(space)
-    if done then
+    local succeeded, reply = pcall(perform, space, {...}, select('#', ...))
+    local script = end_command(space)
+    if succeeded then
       if type(reply) == 'string' then return reply end
-      if script then return answered(reply) end
+      if script then return convert_reply(reply) end
       if type(reply) == 'table' then return reply.ok or reply end
       return reply
     end
-    if type(reply) == 'table' and reply.missing then return nil, nil, reply.missing end
-    return nil, failure(reply, script)
+    if type(reply) == 'table' and reply.unsupported then return nil, nil, reply.unsupported end
+    return nil, format_error(reply, script)
   end
-  return execute, function() return parts.copied(space) end
+  return execute, function() return parts.copy_state(space) end
 end

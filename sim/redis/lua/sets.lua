@@ -26,15 +26,15 @@ command('SADD', -3, 'wm', function(space, args, n)
 end)
 
 command('SREM', -3, 'w', function(space, args, n)
-  local held, gone = members(space, args[2]), 0
+  local set_members, removed = members(space, args[2]), 0
   for i = 3, n do
-    if held[args[i]] then
-      held[args[i]] = nil
-      gone = gone + 1
+    if set_members[args[i]] then
+      set_members[args[i]] = nil
+      removed = removed + 1
     end
   end
-  if gone > 0 and next(held) == nil then space.keys[args[2]] = nil end
-  return gone
+  if removed > 0 and next(set_members) == nil then space.keys[args[2]] = nil end
+  return removed
 end)
 
 command('SISMEMBER', 3, '', function(space, args)

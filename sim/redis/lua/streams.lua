@@ -1,15 +1,15 @@
 -- Commands on streams: entries in the order of their ids, each {id, {field, value, ...}}. Ids are
--- never given twice, whatever was trimmed.
+-- unique, even after a trim.
 local parts = ...
 
-local command, fail, missing = parts.command, parts.fail, parts.missing
-local value, whole = parts.value, parts.whole
+local command, fail, fail_unsupported = parts.command, parts.fail, parts.fail_unsupported
+local value, parse_integer = parts.value, parts.parse_integer
 local floor, format, huge = math.floor, string.format, math.huge
 local match, sub, upper = string.match, string.sub, string.upper
 
 command('XADD', -5, 'wm', function(space, args, n)
   local own_ms, own_seq = match(args[3], '^(%d+)%-(%d+)$')
-  if args[3] ~= '*' and not own_ms then missing('XADD with ' .. args[3]) end
+  if args[3] ~= '*' and not own_ms then fail_unsupported('XADD with ' .. args[3]) end
   if n % 2 == 0 then fail("ERR wrong number of arguments for 'xadd' command") end
   local stream = value(space, args[2], 'stream')
   if not stream then
@@ -22,7 +22,7 @@ command('XADD', -5, 'wm', function(space, args, n)
     if ms < stream.last_ms or ms == stream.last_ms and seq <= stream.last_seq then
       fail('ERR The ID specified in XADD is equal or smaller than the target stream top item')
     end
-  elseif stream.last_ms >= ms then -- ids rise, also when the clock does not
+  elseif stream.last_ms >= ms then -- ids increase even if the clock does not
     ms, seq = stream.last_ms, stream.last_seq + 1
   end
   stream.last_ms, stream.last_seq = ms, seq
@@ -33,7 +33,7 @@ command('XADD', -5, 'wm', function(space, args, n)
   return id
 end)
 
--- What an end of a range is: time, number in it, and whether it is left out itself.
+-- Parses a bound of a range: its time in ms, its sequence number, and whether it is exclusive.
 local function bound(text, default_seq)
   if text == '-' then return 0, 0, false end
   if text == '+' then return huge, huge, false end
@@ -46,8 +46,8 @@ local function bound(text, default_seq)
   return tonumber(ms), seq and tonumber(seq) or default_seq, open
 end
 
--- How many entries come before (ms, seq), or with `through` up to it.
-local function before(stream, ms, seq, through)
+-- Returns the number of entries before (ms, seq); `through` includes the entry itself.
+local function count_before(stream, ms, seq, through)
   local low, high = 1, stream.n + 1
   while low < high do
     local middle = floor((low + high) / 2)
@@ -64,8 +64,8 @@ end
 local function range(space, args, n, from, to, step)
   local most = huge
   if n == 6 and upper(args[5]) == 'COUNT' then
-    most = whole(args[6])
-    if most < 1 then missing(args[1] .. ' with COUNT ' .. args[6]) end
+    most = parse_integer(args[6])
+    if most < 1 then fail_unsupported(args[1] .. ' with COUNT ' .. args[6]) end
   elseif n ~= 4 then
     fail('ERR syntax error')
   end
@@ -74,8 +74,8 @@ local function range(space, args, n, from, to, step)
   local stream = value(space, args[2], 'stream')
   local found = {}
   if not stream then return found end
-  local first = before(stream, low_ms, low_seq, above) + 1
-  local last = before(stream, high_ms, high_seq, not below)
+  local first = count_before(stream, low_ms, low_seq, above) + 1
+  local last = count_before(stream, high_ms, high_seq, not below)
   if step < 0 then first, last = last, first end
   for i = first, last, step do
     if #found == most then break end
@@ -84,7 +84,7 @@ local function range(space, args, n, from, to, step)
   return found
 end
 
--- What is answered are the entries themselves, which scripts do not change.
+-- Replies share the entries' tables, because scripts do not modify them.
 command('XRANGE', -4, '', function(space, args, n)
   return range(space, args, n, args[3], args[4], 1)
 end)
@@ -93,24 +93,26 @@ command('XREVRANGE', -4, '', function(space, args, n)
   return range(space, args, n, args[4], args[3], -1)
 end)
 
--- Frees the first `gone` entries.
-local function trim(stream, gone)
-  if gone <= 0 then return 0 end
+-- Removes the first `removed` entries and returns their number.
+local function trim(stream, removed)
+  if removed <= 0 then return 0 end
   local entries, its_ms, its_seq = {}, {}, {}
-  for i = gone + 1, stream.n do
-    entries[i - gone], its_ms[i - gone] = stream.entries[i], stream.ms[i]
-    its_seq[i - gone] = stream.seq[i]
+  for i = removed + 1, stream.n do
+    entries[i - removed], its_ms[i - removed] = stream.entries[i], stream.ms[i]
+    its_seq[i - removed] = stream.seq[i]
   end
-  stream.entries, stream.ms, stream.seq, stream.n = entries, its_ms, its_seq, stream.n - gone
-  return gone
+  stream.entries, stream.ms, stream.seq, stream.n = entries, its_ms, its_seq, stream.n - removed
+  return removed
 end
 
 command('XTRIM', -4, 'w', function(space, args, n)
-  if upper(args[3]) ~= 'MINID' or n ~= 4 then missing('XTRIM other than with MINID alone') end
+  if upper(args[3]) ~= 'MINID' or n ~= 4 then
+    fail_unsupported('XTRIM other than with MINID alone')
+  end
   local ms, seq, open = bound(args[4], 0)
   if open or ms == huge then fail('ERR Invalid stream ID specified as stream command argument') end
   local stream = value(space, args[2], 'stream')
-  return stream and trim(stream, before(stream, ms, seq, false)) or 0
+  return stream and trim(stream, count_before(stream, ms, seq, false)) or 0
 end)
 
 command('XLEN', 2, '', function(space, args)

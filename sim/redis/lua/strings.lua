@@ -1,8 +1,10 @@
 -- Commands on the server, on any key, and on strings and lists.
 local parts = ...
 
-local command, counted, exists, expire = parts.command, parts.counted, parts.exists, parts.expire
-local fail, missing, value, whole = parts.fail, parts.missing, parts.value, parts.whole
+local add_to_counter, command = parts.add_to_counter, parts.command
+local exists, expire, value = parts.exists, parts.expire, parts.value
+local fail, fail_unsupported = parts.fail, parts.fail_unsupported
+local parse_integer = parts.parse_integer
 local floor, format, max, min, upper = math.floor, string.format, math.max, math.min, string.upper
 
 command('PING', 1, 'o', function() return {ok = 'PONG'} end)
@@ -13,7 +15,7 @@ command('TIME', 1, '', function(space)
 end)
 
 command('FLUSHALL', 1, 'wo', function(space)
-  space.keys, space.ending, space.first, space.last = {}, {}, 1, 0
+  space.keys, space.expiring, space.first, space.last = {}, {}, 1, 0
   return {ok = 'OK'}
 end)
 
@@ -27,7 +29,7 @@ end)
 
 command('KEYS', 2, 'o', function(space, args)
   local prefix, rest = string.match(args[2], '^([^*?%[]*)(.*)$')
-  if rest ~= '*' then missing('KEYS with ' .. args[2]) end
+  if rest ~= '*' then fail_unsupported('KEYS with ' .. args[2]) end
   local found = {}
   for key in pairs(space.keys) do
     if string.sub(key, 1, #prefix) == prefix and exists(space, key) then found[#found + 1] = key end
@@ -53,9 +55,9 @@ command('DEL', -2, 'w', function(space, args, n)
 end)
 
 command('PEXPIRE', 3, 'w', function(space, args)
-  local ttl_ms = whole(args[3])
+  local ttl_ms = parse_integer(args[3])
   if not exists(space, args[2]) then return 0 end
-  if ttl_ms <= 0 then missing('PEXPIRE that ends a key') end
+  if ttl_ms <= 0 then fail_unsupported('PEXPIRE that ends a key') end
   expire(space, args[2], space.keys[args[2]], space.now_ms + ttl_ms)
   return 1
 end)
@@ -74,10 +76,10 @@ command('SET', -3, 'wm', function(space, args, n)
       only_new = true
     elseif option == 'PX' and i < n and not ttl_ms then
       i = i + 1
-      ttl_ms = whole(args[i])
+      ttl_ms = parse_integer(args[i])
       if ttl_ms <= 0 then fail("ERR invalid expire time in 'set' command") end
     else
-      missing('SET with ' .. args[i])
+      fail_unsupported('SET with ' .. args[i])
     end
     i = i + 1
   end
@@ -95,7 +97,7 @@ command('INCR', 2, 'wm', function(space, args)
     found = {kind = 'string', text = '0'}
     space.keys[args[2]] = found
   end
-  found.text = counted(whole(found.text), 1)
+  found.text = add_to_counter(parse_integer(found.text), 1)
   return tonumber(found.text)
 end)
 
@@ -115,7 +117,7 @@ command('RPUSH', -3, 'wm', function(space, args, n)
 end)
 
 command('LPOP', -2, 'w', function(space, args, n)
-  if n > 2 then missing('LPOP with a count') end
+  if n > 2 then fail_unsupported('LPOP with a count') end
   local list = value(space, args[2], 'list')
   if not list then return false end
   local item = list.items[list.first]
@@ -125,21 +127,21 @@ command('LPOP', -2, 'w', function(space, args, n)
   return item
 end)
 
--- The first and last of the places from `start` to `stop`, counted from 0, or from the end if
--- negative. `kind` is looked up after the numbers are read, as Redis does.
-function parts.places(space, args, kind, length_of)
-  local start, stop = whole(args[3]), whole(args[4])
+-- Returns the value and the indices args[3] and args[4], limited to its length. Indices start at 0;
+-- negative indices count from the end. The key is read after the numbers are parsed, as in Redis.
+function parts.resolve_range(space, args, kind, count_items)
+  local start, stop = parse_integer(args[3]), parse_integer(args[4])
   local found = value(space, args[2], kind)
-  local length = found and length_of(found) or 0
+  local length = found and count_items(found) or 0
   if start < 0 then start = max(start + length, 0) end
   if stop < 0 then stop = stop + length end
   return found, start, min(stop, length - 1)
 end
 
-local function length_of(list) return list.last - list.first + 1 end
+local function count_items(list) return list.last - list.first + 1 end
 
 command('LRANGE', 4, '', function(space, args)
-  local list, start, stop = parts.places(space, args, 'list', length_of)
+  local list, start, stop = parts.resolve_range(space, args, 'list', count_items)
   local found = {}
   for place = start, stop do found[#found + 1] = list.items[list.first + place] end
   return found
