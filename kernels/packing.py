@@ -297,7 +297,7 @@ class _PackingProblem:
             tried.add(length)
             if length <= room:
                 best = min(best, (abs(desired - self.costs[i]), i, None), key=lambda x: x[0])
-            # Sequences of the cheaper bin that are cheaper than this one by about the wanted
+            # Sequences of the cheaper bin that are cheaper than this one by about the desired
             # difference.
             at = bisect_left(sizes, self._get_length_for_cost(self.costs[i] - desired))
             for j in offered[max(0, at - 1) : at + 1]:
