@@ -130,9 +130,9 @@ class VirtualDisk:
             path, inode = parent, above
 
     def _link_inode(self, path: str, inode: int) -> None:
-        kept = self._links_dir / str(inode)
-        if not os.path.lexists(kept):  # a symbolic link may be dangling
-            os.link(path, kept, follow_symlinks=False)
+        link = self._links_dir / str(inode)
+        if not os.path.lexists(link):  # a symbolic link may be dangling
+            os.link(path, link, follow_symlinks=False)
 
     # -- power cut -------------------------------------------------------------------------------
 
@@ -162,9 +162,9 @@ class VirtualDisk:
 
     def _rebuild_directory(self, inode: int, target: Path, random: Random) -> None:
         for name, child in sorted(self._durable.directory_entries.get(inode, {}).items()):
-            kept = self._links_dir / str(child)
-            if os.path.lexists(kept):
-                os.link(kept, target / name, follow_symlinks=False)
+            link = self._links_dir / str(child)
+            if os.path.lexists(link):
+                os.link(link, target / name, follow_symlinks=False)
                 status, durable = (target / name).lstat(), self._durable.file_bytes.get(child, 0)
                 if stat.S_ISREG(status.st_mode) and status.st_size > durable:
                     drawn = random.child(f"{durable} of {status.st_size}")

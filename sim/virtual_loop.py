@@ -149,8 +149,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:
-                told = {"message": f"Exception in {handle._callback!r}", "exception": error}
-                self.call_exception_handler(told)
+                error_context = {
+                    "message": f"Exception in {handle._callback!r}",
+                    "exception": error,
+                }
+                self.call_exception_handler(error_context)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Ignore the cancellation: cancelled timers are removed at their time."""

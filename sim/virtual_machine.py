@@ -90,8 +90,8 @@ class VirtualMachine:
         return process
 
     def record_failure(self, process: VirtualProcess, error: Exception) -> None:
-        told = "".join(traceback.format_exception(error))
-        self.record.log_note(f"{process.label} fails: {told}")
+        traceback_text = "".join(traceback.format_exception(error))
+        self.record.log_note(f"{process.label} fails: {traceback_text}")
         if not isinstance(error, MeshError):  # MeshErrors are typed, and handled by a restart
             self.failures.append(f"{process.label}: {type(error).__name__}: {error}")
 

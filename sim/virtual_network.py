@@ -118,9 +118,9 @@ class MemoryNetwork:
             return
         twice = draw() < faults.duplication
         self.duplicated_messages += twice
-        held = [bytes(frame) for frame in frames]  # the sender may reuse its arrays
+        copied_frames = [bytes(frame) for frame in frames]  # the sender may reuse its arrays
         for _ in range(1 + twice):
-            self._schedule_delivery(source, target, peer, held)
+            self._schedule_delivery(source, target, peer, copied_frames)
 
     def _schedule_delivery(self, source: str, target: str, peer: Peer, frames: list[bytes]) -> None:
         draw, faults = self._random.random, self.faults

@@ -145,15 +145,15 @@ class VirtualProcess:
         if self.is_running:
             self.is_running = False
             self.machine.record.log_event(f"stop {self.label}")
-            for told in self.stop_callbacks:
-                told(True)
+            for callback in self.stop_callbacks:
+                callback(True)
 
     def resume(self) -> None:
         if self.is_stopped:
             self.is_running = True
             self.machine.record.log_event(f"resume {self.label}")
-            for told in self.stop_callbacks:
-                told(False)
+            for callback in self.stop_callbacks:
+                callback(False)
             parked, self._parked = self._parked, []
             for handle in parked:
                 self.machine.loop.requeue(handle)

@@ -131,11 +131,11 @@ def samples(
     from meshrl.directory.command_target import resolve_run
     from meshrl.view.live import sample_printer as reading
 
-    asked = [name for name, on in (("best", best), ("worst", worst), ("failed", failed)) if on]
-    if len(asked) > 1:
-        raise typer.BadParameter(f"--{asked[0]} and --{asked[1]} exclude each other")
+    selected = [name for name, on in (("best", best), ("worst", worst), ("failed", failed)) if on]
+    if len(selected) > 1:
+        raise typer.BadParameter(f"--{selected[0]} and --{selected[1]} exclude each other")
     directory = resolve_run(run, mesh).directory
-    order = asked[0] if asked else ""
+    order = selected[0] if selected else ""
     reading.print_samples(directory, step, order, limit, follow, json)
 
 

@@ -69,8 +69,8 @@ class LocalTransport:
         return to_job_state(await await_redis_answer(self._place, jobs.read_job(self._state, name)))
 
     async def read_events(self, name: str, since: str, wait_s: float) -> tuple[list[Event], str]:
-        asked = wait_for_events(self._state, self._clock, name, since, wait_s)
-        return await await_redis_answer(self._place, asked)
+        pending_events = wait_for_events(self._state, self._clock, name, since, wait_s)
+        return await await_redis_answer(self._place, pending_events)
 
     async def stop(self, name: str, op_id: str) -> bool:
         return await await_redis_answer(self._place, jobs.cancel(self._state, name, op_id))
@@ -93,8 +93,8 @@ class LocalTransport:
             raise NotFound(f"there is no worker {worker}", fix=f"Choose one of: {', '.join(known)}")
         last = await events.read_last_id(self._state)
         op_id = uuid.uuid4().hex
-        asked = PoolRequest(op_id, "move", worker=worker, role=role, job=job)
-        await pool.submit_request(self._state, asked)
+        request = PoolRequest(op_id, "move", worker=worker, role=role, job=job)
+        await pool.submit_request(self._state, request)
         return await self._wait_for_decision(worker, op_id, last)
 
     async def _wait_for_decision(self, worker: str, op_id: str, since: str) -> str:
@@ -102,24 +102,27 @@ class LocalTransport:
         for _ in range(round(DECISION_TIMEOUT_S / POLL_S)):
             await asyncio.sleep(POLL_S)
             for event in await events.read_all(self._state, since):
-                kind, told = event.kind, event.fields
-                if kind not in ("move_declined", "move_settled", "desired") or told["op"] != op_id:
+                kind, fields = event.kind, event.fields
+                if (
+                    kind not in ("move_declined", "move_settled", "desired")
+                    or fields["op"] != op_id
+                ):
                     continue
                 if kind == "move_declined":
-                    raise Refused(told["reason"])
+                    raise Refused(fields["reason"])
                 if kind == "move_settled":
                     return f"{worker} already has that role"
-                role = f"the role {told['role']}"
+                role = f"the role {fields['role']}"
                 return f"{worker} will take {role}; `meshrl workers` shows the change"
         return f"the planner has not decided on {worker} yet; `meshrl workers` shows the decision"
 
     async def weights(self, name: str, step: int | None, best: bool, out: Path) -> Path:
         run_dir = Path((await self.job(name)).run_dir)
-        code, _, said = await versions_process.run_command(
+        code, _, error_output = await versions_process.run_command(
             model_export.build_export_command(run_dir, out, step, best)
         )
         if code != 0:
-            raise NotFound(model_export.extract_error(said))
+            raise NotFound(model_export.extract_error(error_output))
         return out
 
     async def run_versions_command(
@@ -127,10 +130,10 @@ class LocalTransport:
     ) -> dict[str, Any]:
         run_dir = (await self.job(name)).run_dir
         words = versions_process.build_arguments(action, run_dir, version, note)
-        _, said, complained = await versions_process.run_command(
+        _, output, error_output = await versions_process.run_command(
             versions_process.build_command(words)
         )
-        return versions_process.parse_answer(said, complained)
+        return versions_process.parse_answer(output, error_output)
 
 
 def submit_local(

@@ -72,13 +72,13 @@ class RemoteTransport:
     async def submit(self, job: JobFile, force: bool, job_file: Path | None) -> SubmittedJob:
         if force:
             raise Refused("runs of another user's mesh cannot be replaced", fix="Remove --force")
-        with tempfile.TemporaryDirectory(prefix="meshrl-submit-") as made:
-            config, base, room = job.config, job.base, Path(made)
+        with tempfile.TemporaryDirectory(prefix="meshrl-submit-") as scratch:
+            config, base, room = job.config, job.base, Path(scratch)
             directory, document = await asyncio.to_thread(bundle.pack_bundle, config, base, room)
             about = document.pop("bundle")
             begin = BeginUpload(document, about["digest"], about["files"], about["parameters"])
-            async with aclosing(self._connection.stream(Gateway.upload, begin)) as held:
-                opened = await anext(held)
+            async with aclosing(self._connection.stream(Gateway.upload, begin)) as replies:
+                opened = await anext(replies)
                 await self._send_files(directory, about["files"], opened.upload, opened.piece_bytes)
                 return await self._connection.call(Gateway.finish, opened.upload)
 
@@ -139,15 +139,15 @@ class RemoteTransport:
     async def run_versions_command(
         self, name: str, action: str, version: str, note: str
     ) -> dict[str, Any]:
-        asked = VersionsRequest(name, action, version, note)
-        answer: dict[str, Any] = (await self._connection.call(Gateway.versions, asked)).answer
+        request = VersionsRequest(name, action, version, note)
+        answer: dict[str, Any] = (await self._connection.call(Gateway.versions, request)).answer
         return answer
 
     async def _fetch_file(self, request: ReadModelFile, path: Path, size_bytes: int) -> None:
         with path.open("xb") as file:
             while file.tell() < size_bytes:
-                asked = ReadModelFile(request.job, request.model, request.name, file.tell())
-                content = await self._connection.call(Gateway.read, asked)
+                read_request = ReadModelFile(request.job, request.model, request.name, file.tell())
+                content = await self._connection.call(Gateway.read, read_request)
                 if not content:
                     raise CorruptData(f"{request.name} is truncated", fix="Fetch it again")
                 file.write(content)

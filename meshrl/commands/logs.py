@@ -106,8 +106,8 @@ async def _print_remote_log(
             except MeshError as error:  # perhaps an error that this host's log explains
                 if path not in local_logs:
                     raise
-                told = f"newer logs of {service} on other hosts cannot be checked"
-                print(f"({told}: {error.message})", file=sys.stderr, flush=True)
+                message = f"newer logs of {service} on other hosts cannot be checked"
+                print(f"({message}: {error.message})", file=sys.stderr, flush=True)
                 return False
             names += [log.log_file.name for log in found]
             same = [log for log in found if log.log_file.name == path.stem]
@@ -118,9 +118,11 @@ async def _print_remote_log(
                 return True
     if path in local_logs:
         return False
-    told = "".join(f"; the logs of {host} are unavailable: {why}" for host, why in silent.items())
+    message = "".join(
+        f"; the logs of {host} are unavailable: {why}" for host, why in silent.items()
+    )
     raise NotFound(
-        f"there is no log of {service}{told}",
+        f"there is no log of {service}{message}",
         fix=f"Choose one of: {', '.join(sorted(set(names))) or 'none yet'}",
     )
 
@@ -140,8 +142,8 @@ async def _print_from_host(remote: RemoteLogs, log: RemoteLog, lines: int, follo
             now = time.monotonic()
             if silent_s is None:
                 silent_s = now
-                told = f"{log.host} cannot send {log.log_file.name} now: {error.message}"
-                print(f"({told}; waiting)", file=sys.stderr, flush=True)
+                message = f"{log.host} cannot send {log.log_file.name} now: {error.message}"
+                print(f"({message}; waiting)", file=sys.stderr, flush=True)
             if now - silent_s > SILENCE_LIMIT_S:
                 raise PeerLost(
                     f"{log.host} has not sent {log.log_file.name} for {SILENCE_LIMIT_S:g} s",
@@ -170,9 +172,11 @@ def _follow_local(
                 with path.open("rb") as file:
                     file.seek(start)
                     grown = file.read(size - start)
-                whole = grown[: grown.rfind(b"\n") + 1]
-                offsets[path] = start + len(whole)
-                _print_lines(path.stem, whole.decode(errors="replace").splitlines(), with_names)
+                complete_lines = grown[: grown.rfind(b"\n") + 1]
+                offsets[path] = start + len(complete_lines)
+                _print_lines(
+                    path.stem, complete_lines.decode(errors="replace").splitlines(), with_names
+                )
 
 
 def _print_lines(name: str, lines: list[str], with_names: bool) -> None:
@@ -228,5 +232,5 @@ class RemoteLogs:
 
     async def read_part(self, log: RemoteLog, offset: int) -> LogPart:
         """Return a part of a log; see `Node.read_log`."""
-        asked = ReadLog(log.log_file.name, offset, READ_BYTES)
-        return await self._mesh.ref(agent_name(log.host)).call(Node.read_log, asked)
+        request = ReadLog(log.log_file.name, offset, READ_BYTES)
+        return await self._mesh.ref(agent_name(log.host)).call(Node.read_log, request)

@@ -45,8 +45,8 @@ def print_plan(snapshot_file: Path | None, explain: bool, as_json: bool, mesh: P
         "meshrl.services.planner.explain",
         *(["--json"] if as_json else []),
     ]
-    said = subprocess.run(words, input=text, text=True, check=False, timeout=EXPLAIN_TIMEOUT_S)
-    return said.returncode
+    result = subprocess.run(words, input=text, text=True, check=False, timeout=EXPLAIN_TIMEOUT_S)
+    return result.returncode
 
 
 async def _read_planner_input(state: StateClient) -> dict[str, Any]:

@@ -66,22 +66,22 @@ def print_status(target: Path | None, mesh: Path | None, as_json: bool) -> None:
         }
         print(json.dumps(content))
         return
-    shown = [mesh_tables.make_jobs_table(found), mesh_tables.make_processes_table(found)]
-    shown += [mesh_tables.make_workers_table(found), mesh_tables.make_hosts_table(hosts)]
-    console = console_tables.make_console(*shown)
-    console.print(shown[0])
+    tables = [mesh_tables.make_jobs_table(found), mesh_tables.make_processes_table(found)]
+    tables += [mesh_tables.make_workers_table(found), mesh_tables.make_hosts_table(hosts)]
+    console = console_tables.make_console(*tables)
+    console.print(tables[0])
     for line in mesh_tables.list_block_reasons(found.jobs):
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if len(hosts) > 1:
-        console.print(shown[3])
-    console.print(shown[1], shown[2])
-    troubles = [f"{row.id} failed: {row.error}" for row in found.jobs if row.error]
-    troubles += [*mesh_tables.format_exits(found), *mesh_tables.list_copy_errors(found.entries)]
-    troubles += [
+        console.print(tables[3])
+    console.print(tables[1], tables[2])
+    problems = [f"{row.id} failed: {row.error}" for row in found.jobs if row.error]
+    problems += [*mesh_tables.format_exits(found), *mesh_tables.list_copy_errors(found.entries)]
+    problems += [
         *mesh_tables.list_quota_errors(found.entries),
         *gpu_status.list_gpu_problems(found),
     ]
-    for line in troubles:
+    for line in problems:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -171,9 +171,11 @@ def print_stalls(target: Path | None, mesh: Path | None, as_json: bool) -> None:
         pid = pids.get(stall.culprit, 0)
         # This machine's kernel reports the state of the culprit.
         usage = read_process_usage(pid) if pid else None
-        seen = "" if usage is None else f" Process {pid}"
-        seen += (" is stopped by a signal." if usage.state == "T" else ".") if usage else ""
-        print(f"{who}: {stall.what}, for {stall.since_s:.1f} s. {stall.reason}{seen}")
+        process_state = "" if usage is None else f" Process {pid}"
+        process_state += (
+            (" is stopped by a signal." if usage.state == "T" else ".") if usage else ""
+        )
+        print(f"{who}: {stall.what}, for {stall.since_s:.1f} s. {stall.reason}{process_state}")
     quiet = {stall.job for stall in found if stall.culprit.startswith(JOB_PREFIX)}
     now_ms = max((entry.renewed_ms for entry in entries), default=0)
     for entry in list_working_processes(entries):

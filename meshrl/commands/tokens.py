@@ -93,7 +93,7 @@ def print_tokens(mesh: Path | None, as_json: bool) -> None:
         about = [
             asdict(token) | {"good": _describe_validity(token, now_s) == VALID} for token in known
         ]
-        print(json.dumps([{k: v for k, v in told.items() if k != "key"} for told in about]))
+        print(json.dumps([{k: v for k, v in record.items() if k != "key"} for record in about]))
         return
     table = console_tables.make_table(
         "token", "for", "created", "expires", "priority", "hosts", "", wraps=False

@@ -35,12 +35,12 @@ def print_versions(run: Path | None, mesh: Path | None, token: str | None, as_js
         "version", "manifest", "size", "exclusive", "type", "retained as", "note"
     )
     for one in found["versions"]:
-        gone = "" if one["whole"] else " (chunks are missing)"
+        missing = "" if one["whole"] else " (chunks are missing)"
         why = ", ".join(one["why"]) or "to be deleted"
         size, alone = _format_bytes(one["bytes"]), _format_bytes(one["alone"])
         digits = one["manifest"][:MANIFEST_DIGITS]
         table.add_row(
-            _format_version(one), digits, size, alone, one["dtype"], why + gone, one["note"]
+            _format_version(one), digits, size, alone, one["dtype"], why + missing, one["note"]
         )
     console_tables.print_table(table)
     quota = f" of {_format_bytes(found['quota_bytes'])}" if found["quota_bytes"] else ""
@@ -94,10 +94,12 @@ def import_model(directory: Path, out: Path | None, dtype: str, as_json: bool) -
     run = (out or Path("runs") / name).absolute()
     options = f"--out={run}", f"--name={name}", f"--dtype={dtype}"
     found = run_versions_command("import", *options, "--", directory)
-    shown = directory_paths.format_path(run)
-    said = f"{shown} has {directory} as version 0, {_format_bytes(found['bytes'])}"
+    display_path = directory_paths.format_path(run)
+    message = f"{display_path} has {directory} as version 0, {_format_bytes(found['bytes'])}"
     _print_result(
-        found, f'{said}; to start a job from it, set model.path = "{shown}/model"', as_json
+        found,
+        f'{message}; to start a job from it, set model.path = "{display_path}/model"',
+        as_json,
     )
 
 
@@ -210,15 +212,15 @@ def _read_received_versions(run: RunLocation) -> list[dict[str, Any]]:
     """Return the last report of each process, by its name."""
     if may_be_running(run.mesh_paths):
         entries = query_mesh(run.mesh_paths, registry.list_entries, ANSWER_TIMEOUT_S)
-        told = {
+        reports = {
             e.name: e.stats[TRANSPORT_STAT] | {"process": e.name}
             for e in entries
             if e.stats.get(TRANSPORT_STAT)
         }
     else:
-        told = {
+        reports = {
             event["fields"]["process"]: event["fields"]
             for event in iterate_rows(run.directory / "events.jsonl", f'"{TRANSPORT_STAT}"')
             if event["kind"] == TRANSPORT_STAT
         }
-    return [told[name] for name in sorted(told)]
+    return [reports[name] for name in sorted(reports)]

@@ -21,10 +21,10 @@ def read_job_file(path: Path) -> dict[str, Any]:
 
     Raises CorruptData when it is invalid, FileNotFoundError when there is none.
     """
-    held = read_json(path)
-    if not isinstance(held.get("job"), str) or not isinstance(held.get("document"), dict):
+    content = read_json(path)
+    if not isinstance(content.get("job"), str) or not isinstance(content.get("document"), dict):
         raise CorruptData("it lacks the job's name or its document", where=str(path))
-    return held
+    return content
 
 
 async def restore_job_file(
@@ -38,9 +38,9 @@ async def restore_job_file(
     if not rows:
         return None
     path = run_dir / JOB_FILE_NAME
-    aside = corruption.quarantine(path, run_dir) if path.exists() else None
+    quarantined_path = corruption.quarantine(path, run_dir) if path.exists() else None
     write_json(path, {"job": rows[-1].id, "document": rows[-1].document} | dict(extra_fields))
     then = "rewritten from the copy in Redis"
     return corruption.make_event_fields(
-        "job", path, reason, then, job=rows[-1].id, quarantined_path=aside
+        "job", path, reason, then, job=rows[-1].id, quarantined_path=quarantined_path
     )

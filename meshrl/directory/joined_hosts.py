@@ -45,17 +45,19 @@ class JoinedHosts:
     def read(cls, mesh_paths: MeshPaths) -> JoinedHosts:
         """Return the joined hosts of a mesh. Raises CorruptData."""
         try:
-            held = documents.read(mesh_paths.joined_hosts, REPAIR_HINT.format(other="hosts.json"))
+            document = documents.read(
+                mesh_paths.joined_hosts, REPAIR_HINT.format(other="hosts.json")
+            )
         except FileNotFoundError:
             return cls()
         try:
-            held = documents.rename_keys(held, _OLD_RECORD_KEYS)
+            document = documents.rename_keys(document, _OLD_RECORD_KEYS)
             rows = {
                 name: documents.rename_keys(row, _OLD_HOST_KEYS)
-                for name, row in held["hosts"].items()
+                for name, row in document["hosts"].items()
             }
             hosts = {name: JoinedHost(**row) for name, row in rows.items()}
-            return cls(held["joined_count"], hosts, tuple(held["departed_hosts"]))
+            return cls(document["joined_count"], hosts, tuple(document["departed_hosts"]))
         except (KeyError, TypeError, AttributeError) as error:
             fix = REPAIR_HINT.format(other="hosts.json")
             why = f"it is not a valid list of hosts: {error!r}"

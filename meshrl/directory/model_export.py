@@ -48,8 +48,8 @@ def export_model(
     run_dir = directory_paths.require_run(run)
     suffix = f"-{step}" if step is not None else "-best" if best_version else ""
     target = (output_directory or run_dir / f"model{suffix}").absolute()
-    said = subprocess.DEVNULL if quiet else None
+    output = subprocess.DEVNULL if quiet else None
     written = subprocess.run(
-        build_export_command(run_dir, target, step, best_version), check=False, stdout=said
+        build_export_command(run_dir, target, step, best_version), check=False, stdout=output
     )
     return written.returncode

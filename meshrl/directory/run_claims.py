@@ -46,10 +46,10 @@ class RunClaim:
     def delete_replaced_run(self) -> None:
         """Delete the replaced run, as the new one has started."""
         if self.replaced_run is not None:
-            told = "of the replaced run cannot be deleted"
+            message = "of the replaced run cannot be deleted"
             shutil.rmtree(
                 self.replaced_run,
-                onerror=lambda _, path, why: print(f"{path} {told}: {why[1]}", file=sys.stderr),
+                onerror=lambda _, path, why: print(f"{path} {message}: {why[1]}", file=sys.stderr),
             )
             self.replaced_run = None
 
@@ -77,9 +77,9 @@ class RunClaim:
 
     def report_replaced_run(self, reason: str) -> None:
         """Print the path of a replaced run that is neither deleted nor put back."""
-        told = f"the run that --force replaces is preserved in {self.replaced_run} ({reason})"
+        message = f"the run that --force replaces is preserved in {self.replaced_run} ({reason})"
         print(
-            f"{told}. Move it to another name, then run `meshrl resume` to continue it",
+            f"{message}. Move it to another name, then run `meshrl resume` to continue it",
             file=sys.stderr,
         )
 
@@ -104,13 +104,13 @@ def claim_run_directory(config: JobConfig, force: bool) -> Iterator[RunClaim]:
         with translate_write_errors(Path(config.out_directory or "runs")):
             target = directory_paths.choose_run_directory(config, force)
             occupied = directory_paths.is_occupied(target)
-        aside = None
+        replaced_run = None
         if occupied:
             stack.enter_context(_lock_replaceable_run(target))
-            aside = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
+            replaced_run = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
             with translate_write_errors(target):
-                target.rename(aside)
-        claim = RunClaim(target, [], aside)
+                target.rename(replaced_run)
+        claim = RunClaim(target, [], replaced_run)
         try:
             _create(claim, config)
             yield claim
@@ -188,13 +188,13 @@ def _read_run(directory: Path) -> tuple[str, Path | None]:
     run.
     """
     try:
-        held = job_file.read_job_file(directory / job_file.JOB_FILE_NAME)
+        content = job_file.read_job_file(directory / job_file.JOB_FILE_NAME)
     except (OSError, CorruptData) as error:
         raise Refused(
             f"{directory} is not a run: --force deletes only directories with a run's job.json",
             fix="Set another `out`, or delete it yourself",
         ) from error
-    return held["job"], Path(held["mesh"]) if "mesh" in held else None
+    return content["job"], Path(content["mesh"]) if "mesh" in content else None
 
 
 @contextlib.contextmanager

@@ -41,12 +41,12 @@ def build_arguments(
 def run_versions_command(*arguments: str | Path) -> dict[str, Any]:
     """Return the answer to a command. Raises the command's own error."""
     with TemporaryDirectory(prefix="meshrl-versions-") as scratch:
-        said = Path(scratch) / "said"
+        log = Path(scratch) / "said"
         tied = threading.current_thread() is threading.main_thread()  # no other thread can tie it
         child = SystemHost().spawn(
             build_command(arguments),
             name="versions",
-            log=said,
+            log=log,
             options=SpawnOptions(die_with_parent=tied),
         )
         try:
@@ -54,9 +54,9 @@ def run_versions_command(*arguments: str | Path) -> dict[str, Any]:
                 time.sleep(POLL_S)
         finally:
             child.kill()
-        text = said.read_text(errors="replace")
-    said_last = "\n".join(line for line in text.splitlines() if line.startswith("{"))
-    return parse_answer(said_last, text)  # whatever else it wrote stands in the same file
+        text = log.read_text(errors="replace")
+    last_lines = "\n".join(line for line in text.splitlines() if line.startswith("{"))
+    return parse_answer(last_lines, text)  # whatever else it wrote stands in the same file
 
 
 async def copy_versions(run: Path, stop: asyncio.Event) -> str:
@@ -71,22 +71,23 @@ async def copy_versions(run: Path, stop: asyncio.Event) -> str:
     )
     if not place:
         return ""
-    shown = redact_url(place)
-    print(f"copying versions to {shown}", flush=True)
+    public_url = redact_url(place)
+    print(f"copying versions to {public_url}", flush=True)
     copying = asyncio.create_task(run_command(build_command(["copy", f"--to={place}", "--", run])))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([copying, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not copying.done():
-            return f"some versions are missing at {shown}: the copy was stopped"
-        _, said, complained = copying.result()
-        found = parse_answer(said, complained)
+            return f"some versions are missing at {public_url}: the copy was stopped"
+        _, output, error_output = copying.result()
+        found = parse_answer(output, error_output)
         if failed := found["failed"]:
             why = from_wire(failed[0]["error"]["code"], failed[0]["error"]["text"])
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
-            return f"some versions are missing at {shown}: {failed[0]['manifest'][:8]}{more}: {why}"
+            first = failed[0]["manifest"][:8]
+            return f"some versions are missing at {public_url}: {first}{more}: {why}"
     except MeshError as error:
-        return f"some versions are missing at {shown}: {error}"
+        return f"some versions are missing at {public_url}: {error}"
     finally:
         copying.cancel()
         stopping.cancel()
@@ -98,13 +99,13 @@ async def run_command(arguments: Sequence[str]) -> tuple[int, str, str]:
     """Return the exit status of a process, its standard output and its standard error."""
     process = await asyncio.create_subprocess_exec(*arguments, stdout=PIPE, stderr=PIPE)
     try:
-        said, complained = await process.communicate()
+        output, error_output = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     code = process.returncode or 0
-    return code, said.decode(errors="replace"), complained.decode(errors="replace")
+    return code, output.decode(errors="replace"), error_output.decode(errors="replace")
 
 
 def parse_answer(stdout: str, stderr: str) -> dict[str, Any]:

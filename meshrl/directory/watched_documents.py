@@ -45,13 +45,16 @@ class WatchedDocument:
         """
         if (now := read_signature(self.path)) == self._signature:
             return None
-        aside = None
+        quarantined_path = None
         try:
             self.content = self._read(self.path)
         except FileNotFoundError:
             why = "it is missing"
         except CorruptData as error:
-            why, aside = error.message, corruption.quarantine(self.path, self._quarantine_root)
+            why, quarantined_path = (
+                error.message,
+                corruption.quarantine(self.path, self._quarantine_root),
+            )
         else:
             self._signature = now
             return None
@@ -59,7 +62,7 @@ class WatchedDocument:
         self._signature = read_signature(self.path)
         then = "rewritten from memory"
         return corruption.make_event_fields(
-            self._kind, self.path, why, then, job=self._job, quarantined_path=aside
+            self._kind, self.path, why, then, job=self._job, quarantined_path=quarantined_path
         )
 
 
@@ -73,7 +76,7 @@ async def watch_documents(
     while True:
         for document in documents:
             with contextlib.suppress(StorageFull, StateUnavailable, DeadlineExceeded):
-                if (told := document.repair_if_changed()) is not None:
-                    print(corruption.describe_event(told), file=sys.stderr, flush=True)
-                    await on_repair(told)
+                if (event_fields := document.repair_if_changed()) is not None:
+                    print(corruption.describe_event(event_fields), file=sys.stderr, flush=True)
+                    await on_repair(event_fields)
         await clock.sleep(POLL_S)

@@ -149,12 +149,14 @@ def _read_jsonl(path: Path) -> Iterator[DatasetRow]:
             except RecursionError as error:
                 raise ConfigError(f"{place}: lists or tables are nested too deeply") from error
             except NonFiniteNumber as error:
-                held = json.loads(line)
-                said = (
-                    _explain_bad_value(held) if isinstance(held, dict) else "a number is not finite"
+                parsed = json.loads(line)
+                message = (
+                    _explain_bad_value(parsed)
+                    if isinstance(parsed, dict)
+                    else "a number is not finite"
                 )
                 raise ConfigError(
-                    f"{place}: {said}: {error}",
+                    f"{place}: {message}: {error}",
                     fix="Write null or a finite number, or remove the row",
                 ) from error
             except ValueError as error:  # more digits than Python reads
@@ -210,9 +212,9 @@ def _read_saved_dataset(path: Path) -> Iterator[DatasetRow]:
             with arrow.OSFile(str(file)) as opened, arrow.ipc.open_stream(opened) as stream:
                 yield from _read_batches(file, stream)
         except (OSError, arrow.ArrowInvalid) as error:
-            said = str(error).partition(". Detail")[0]
+            message = str(error).partition(". Detail")[0]
             raise ConfigError(
-                f"{file} cannot be read: {said}", fix="Save the dataset again"
+                f"{file} cannot be read: {message}", fix="Save the dataset again"
             ) from error
 
 
@@ -223,11 +225,11 @@ def _read_json_list(file: Path, key: str, default: list[Any] | None = None) -> l
         listed = found.get(key, default) or default
         if isinstance(listed, list):
             return listed
-        said = f"the file has no list {key!r}"
+        message = f"the file has no list {key!r}"
     except (OSError, ValueError, AttributeError) as error:
-        said = str(error)
+        message = str(error)
     raise ConfigError(
-        f"{file} is not a file of the package datasets: {said}", fix="Save the dataset again"
+        f"{file} is not a file of the package datasets: {message}", fix="Save the dataset again"
     )
 
 

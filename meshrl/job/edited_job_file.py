@@ -50,7 +50,7 @@ def describe_edits(
     apart = {key: new for key, (_, new) in found.items() if key not in own or own[key] != new}
     if not apart:
         return []
-    said = [f"{path} was edited after the run began; {goes_on} values:"]
+    lines = [f"{path} was edited after the run began; {goes_on} values:"]
     may: list[str] = []
     for key, value in apart.items():
         try:
@@ -58,21 +58,21 @@ def describe_edits(
         except KeyError:
             fixed = "unknown key"
         if key not in own or value is None:
-            said.append(
+            lines.append(
                 f"  {key}: {_format_value(own.get(key))} in the run, {_format_value(value)} "
                 "in the file"
             )
             continue
         why = f" (cannot change: {fixed})" if fixed else ""
-        said.append(
+        lines.append(
             f"  {key}: {_format_value(own[key])} in the run, {_format_value(value)} in the "
             f"file{why}"
         )
         if not fixed:
             may.append(f"--set {key}={_to_toml_value(value)}")
     if may:
-        said.append(f"To apply the permitted changes: meshrl resume {run} {' '.join(may)}")
-    return said
+        lines.append(f"To apply the permitted changes: meshrl resume {run} {' '.join(may)}")
+    return lines
 
 
 def _format_value(value: Any) -> str:

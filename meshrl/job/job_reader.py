@@ -62,10 +62,12 @@ def reload_document(
     document.
     """
     bundle = document["bundle"]
-    held = deepcopy({key: value for key, value in document.items() if key != "bundle"})
-    places = {apply_override(held, override): f"--set {override}" for override in overrides}
+    changed_document = deepcopy({key: value for key, value in document.items() if key != "bundle"})
+    places = {
+        apply_override(changed_document, override): f"--set {override}" for override in overrides
+    }
     fail = partial(reader.make_error, Path("the run"), places)
-    config = _resolve_paths(JOB_SCHEMA.validate(held, fail), Path.cwd())
+    config = _resolve_paths(JOB_SCHEMA.validate(changed_document, fail), Path.cwd())
     home = Path(bundle["dir"])
     config_here = replace_paths(config, lambda file: str(home / file.path))
     found = JobFile(config_here, home / "modules", fail)

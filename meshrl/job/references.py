@@ -46,8 +46,8 @@ def check_reference(text: str, base: Path) -> None:
     path = find_module_file(base, module)
     if path is None:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
-            looked = module.replace(".", "/") + ".py"
-            raise ConfigError(f"there is no module {module!r}: {base / looked} does not exist")
+            module_file = module.replace(".", "/") + ".py"
+            raise ConfigError(f"there is no module {module!r}: {base / module_file} does not exist")
         return
     names = set(find_top_level_names(parse_module(path)))
     if function not in names and "*" not in names:
@@ -74,8 +74,8 @@ def parse_module(path: Path) -> ast.Module:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:  # ValueError: a zero byte
         line = getattr(error, "lineno", None)
-        said = getattr(error, "msg", str(error))
-        raise ConfigError(f"{path}{f', line {line}' if line else ''}: {said}") from error
+        message = getattr(error, "msg", str(error))
+        raise ConfigError(f"{path}{f', line {line}' if line else ''}: {message}") from error
 
 
 def find_top_level_names(tree: ast.Module) -> Iterator[str]:

@@ -151,8 +151,10 @@ def _uses_whole_row(statement: ast.stmt, row: str) -> bool:
 
     It may test which keys the row has, or change it.
     """
-    held = {id(node.value) for node in ast.walk(statement) if _is_row_subscript(node, row)}
+    subscripted_ids = {
+        id(node.value) for node in ast.walk(statement) if _is_row_subscript(node, row)
+    }
     return any(
-        isinstance(node, ast.Name) and node.id == row and id(node) not in held
+        isinstance(node, ast.Name) and node.id == row and id(node) not in subscripted_ids
         for node in ast.walk(statement)
     )

@@ -45,8 +45,8 @@ def load_tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
             wrong = f"taskset {environment.verifiers!r} did not load in {LOAD_TIMEOUT_S:.0f} s"
             raise ConfigError(wrong) from error
         if code:
-            said = "\n".join(failure.read_tail(log, 3))
-            raise ConfigError(f"taskset {environment.verifiers!r} failed to load: {said}")
+            log_tail = "\n".join(failure.read_tail(log, 3))
+            raise ConfigError(f"taskset {environment.verifiers!r} failed to load: {log_tail}")
         lines = rows.read_text(encoding="utf-8").splitlines()
     if len(lines) <= dataset.held_out_tasks:
         raise ConfigError(
@@ -69,9 +69,11 @@ def run_guarded(
     owner, ours = os.pipe()  # a guard ends all of them, and bounds what they write
     fds = [owner, *options.pop("pass_fds", ())]
     try:
-        with log.open("ab") as said:
+        with log.open("ab") as log_file:
             command = [*python, f"guard={owner}", "--", *argv]
-            process = subprocess.Popen(command, stdout=said, stderr=said, pass_fds=fds, **options)
+            process = subprocess.Popen(
+                command, stdout=log_file, stderr=log_file, pass_fds=fds, **options
+            )
     finally:
         os.close(owner)
     try:

@@ -54,8 +54,8 @@ def start_in_background(program: RootProgram, mesh_paths: MeshPaths, *arguments:
         mesh_paths.root_marker
     ).get("ready"):
         if child.poll() is not None:
-            said = "\n".join(read_tail(log, 5))
-            raise MeshError(f"{program.failure_message}:\n{said}", fix=f"Check the log {log}")
+            log_tail = "\n".join(read_tail(log, 5))
+            raise MeshError(f"{program.failure_message}:\n{log_tail}", fix=f"Check the log {log}")
         if time.monotonic() > until:
             raise DeadlineExceeded(
                 f"{program.timeout_message} after {program.start_timeout_s:g} s", where=str(log)

@@ -102,9 +102,9 @@ def up(root: Path | None, requested: MeshShape, options: UpOptions) -> int:
     if options.foreground:
         log_printer.start_printing(place, LAUNCHER_LOG)
     shape = _resolve_addresses(requested, options.gateway)
-    told = read_mesh_file(options.config_file) if options.config_file is not None else None
+    mesh_file = read_mesh_file(options.config_file) if options.config_file is not None else None
     shape = replace(shape, workers=_check_startable(shape))
-    pool = told.pool if told is not None else make_default_pool(shape.workers)
+    pool = mesh_file.pool if mesh_file is not None else make_default_pool(shape.workers)
     if find_root_pid(place):
         raise DirectoryLocked(
             f"a mesh already runs in {place.root}", fix="Run `meshrl down` to stop it"
@@ -119,8 +119,8 @@ def up(root: Path | None, requested: MeshShape, options: UpOptions) -> int:
     if options.resume_url:
         for run_dir in durable_restore.fetch_runs(options.resume_url, place):
             print(f"fetched {directory_paths.format_path(run_dir)}", flush=True)
-    elif told is not None:
-        durable_restore.configure_durable_copy(told.durable.url, place)
+    elif mesh_file is not None:
+        durable_restore.configure_durable_copy(mesh_file.durable.url, place)
     invites = bool(shape.listen) and options.secrets_file is None
     if options.foreground:
         return _run_in_foreground(place, shape, pool, options.health_address, invites)
@@ -220,7 +220,7 @@ def write_join_token(mesh_paths: MeshPaths) -> None:
 
 def down(mesh: Path | None) -> None:
     place = find_mesh(mesh)
-    pid, left = shutdown.stop_root_process(place)
-    if left:
-        print(f"killed {len(left)} leftover processes")
-    print("stopped" if pid or left else f"no mesh runs in {place.root}")
+    pid, leftovers = shutdown.stop_root_process(place)
+    if leftovers:
+        print(f"killed {len(leftovers)} leftover processes")
+    print("stopped" if pid or leftovers else f"no mesh runs in {place.root}")

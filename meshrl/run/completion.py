@@ -47,31 +47,31 @@ def cancel_run(target: Path, mesh: Path | None, as_json: bool) -> int:
         await read_run_row(state, run)
         await jobs.cancel(state, run.job, uuid.uuid4().hex)
 
-    ended = read_outcome(run, is_live=False)
+    outcome = read_outcome(run, is_live=False)
     if may_be_running(run.mesh_paths):
         query_mesh(run.mesh_paths, stop, ANSWER_TIMEOUT_S)
-        ended = wait_for_outcome(run, EXPORT_TIMEOUT_S) or read_outcome(run, is_live=False)
-    if ended.state in ("finished", "failed"):
-        how = "finished" if ended.state == "finished" else f"failed ({ended.error})"
+        outcome = wait_for_outcome(run, EXPORT_TIMEOUT_S) or read_outcome(run, is_live=False)
+    if outcome.state in ("finished", "failed"):
+        how = "finished" if outcome.state == "finished" else f"failed ({outcome.error})"
         raise Refused(f"{run.job} has already {how}: it cannot be cancelled")
-    _print_outcome(ended, as_json)
+    _print_outcome(outcome, as_json)
     return 0
 
 
 def wait_for_outcome(run: RunLocation, timeout_s: float | None) -> RunOutcome | None:
     """Return the run's outcome once it has ended and its results are written; None on a timeout."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
-    gone: float | None = None  # since when Redis answers and has the run no more
+    missing_since_s: float | None = None  # since when Redis answers and has the run no more
     while until is None or time.monotonic() < until:
         try:
-            row, gone = _read_job_row(run), None
+            row, missing_since_s = _read_job_row(run), None
         except (NotFound, Refused):
-            row, gone = None, gone or time.monotonic()
-            if time.monotonic() - gone >= MISSING_JOB_GRACE_S:
+            row, missing_since_s = None, missing_since_s or time.monotonic()
+            if time.monotonic() - missing_since_s >= MISSING_JOB_GRACE_S:
                 return read_outcome(run, is_live=False)  # the mesh works on other things
-        ended = row is not None and row.is_terminal
-        if ended or (row is None and not may_be_running(run.mesh_paths)):
-            _wait_for_summary(run, ended, until)
+        has_ended = row is not None and row.is_terminal
+        if has_ended or (row is None and not may_be_running(run.mesh_paths)):
+            _wait_for_summary(run, has_ended, until)
             return read_outcome(run, is_live=False)
         time.sleep(POLL_S)
     return None

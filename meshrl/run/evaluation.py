@@ -65,8 +65,8 @@ def evaluate_model(
             )
         mesh_checks.check_job_and_mesh(found)
         name = f"{config.name}-eval"
-        asked = any(setting.partition("=")[0].strip() == "out" for setting in settings)
-        config = replace(config, name=name, out=config.out if asked else "")
+        sets_out = any(setting.partition("=")[0].strip() == "out" for setting in settings)
+        config = replace(config, name=name, out=config.out if sets_out else "")
         run_dir = directory_paths.choose_run_directory(config, False)
         # Imported here: only now is it sure that a mesh will be needed.
         from meshrl.run import session
@@ -99,8 +99,8 @@ def _is_distillation(job: Path) -> bool:
 def _resolve_model(model: Path, step: int | None, best: bool) -> Iterator[Path]:
     """Yield the model's Hugging Face directory: as it is, or exported from a run's version."""
     if (model / "job.json").is_file():
-        with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as made:
-            out = Path(made) / "model"
+        with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as scratch:
+            out = Path(scratch) / "model"
             if model_export.export_model(model, step, best, out, quiet=True) != 0:
                 raise NotFound(
                     f"{model} has no such version", fix="Check the error in the line above"
@@ -124,8 +124,16 @@ def read_result(run_dir: Path) -> dict[str, Any] | None:
     for event in json_lines.iterate_rows(run_dir / "events.jsonl", '"evaluation"'):
         fields = event["fields"]
         if event["kind"] == "evaluation" and fields["tag"] == BEFORE:
-            kept = ("figures", "shares", "reasons", "problems", "failed", "mixed", "length_mean")
-            return {key: fields[key] for key in kept if key in fields}
+            result_keys = (
+                "figures",
+                "shares",
+                "reasons",
+                "problems",
+                "failed",
+                "mixed",
+                "length_mean",
+            )
+            return {key: fields[key] for key in result_keys if key in fields}
     return None
 
 

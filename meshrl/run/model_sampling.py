@@ -66,8 +66,8 @@ def _run_sampler(
     lines: str | None = None,
 ) -> int:
     """Return the exit status of the sampling process; `lines` are its standard input."""
-    with tempfile.TemporaryDirectory(prefix="meshrl-talking-") as made:
-        scratch = Path(made)
+    with tempfile.TemporaryDirectory(prefix="meshrl-talking-") as scratch_dir:
+        scratch = Path(scratch_dir)
         model = find_model(run, choice.step, choice.best, scratch)
         words: Sequence[str | Path] = [sys.executable, "-m", module, "--run", run.directory]
         words = [*words, "--model", model, "--scratch", scratch]

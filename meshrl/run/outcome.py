@@ -71,17 +71,17 @@ class RunOutcome:
         figures += [] if self.held_out is None else [f"held-out {self.held_out:.3f}"]
         so_far = f" ({', '.join(figures)})" if figures else ""
         if self.state == "finished":
-            said = [f"{self.job} has finished its {self.step} steps{so_far}"]
+            lines = [f"{self.job} has finished its {self.step} steps{so_far}"]
             if (Path(self.run) / "model/config.json").is_file():
-                said.append(f"The model is in {self.run}/model, the report {self.run}/report.html")
+                lines.append(f"The model is in {self.run}/model, the report {self.run}/report.html")
         elif self.state == RUNNING_STATE:
-            said = [f"{self.job} is running: {self.phase.replace('_', ' ')}, {at}{so_far}"]
+            lines = [f"{self.job} is running: {self.phase.replace('_', ' ')}, {at}{so_far}"]
         elif self.state == "failed":
-            said = [f"{self.job} failed {at}{so_far}: {self.error}"]
-            said.append(f"To resume after a fix: {self.resume_command}")
+            lines = [f"{self.job} failed {at}{so_far}: {self.error}"]
+            lines.append(f"To resume after a fix: {self.resume_command}")
         else:
-            said = [f"{self.job} was stopped {at}{so_far}", f"To resume: {self.resume_command}"]
-        return [*said, *(f"corrupt: {line}" for line in self.damaged)]
+            lines = [f"{self.job} was stopped {at}{so_far}", f"To resume: {self.resume_command}"]
+        return [*lines, *(f"corrupt: {line}" for line in self.damaged)]
 
     def to_document(self) -> dict[str, Any]:
         """Return the outcome as JSON."""

@@ -80,13 +80,13 @@ async def _restore_job(run: RunLocation, record: dict[str, Any], launcher: Launc
     state = launcher.state
     known = {row.id: row for row in await jobs.read_jobs(state)}
     if run.job not in known:
-        seen = launcher.find_watermark(run.job)
-        checkpoint = await restore_job(state, run.directory, run.job, record["document"], seen)
+        watermark = launcher.find_watermark(run.job)
+        checkpoint = await restore_job(state, run.directory, run.job, record["document"], watermark)
         if checkpoint is not None:
             print(f"Redis has no job {run.job}; it restarts from {checkpoint.name}")
     elif known[run.job].run_dir != str(run.directory):
-        shown = embedded_server.redact_password(embedded_server.read_configured_url())
-        raise Refused(f"another job named {run.job} is in {shown}")
+        public_url = embedded_server.redact_password(embedded_server.read_configured_url())
+        raise Refused(f"another job named {run.job} is in {public_url}")
     return await jobs.read_job(state, run.job)
 
 
@@ -104,13 +104,13 @@ async def _apply_changes(
         if steps < row.version:
             raise make_too_few_steps_error(steps, row.version)
         await jobs.change_document(state, run.job, document, changes, uuid.uuid4().hex)
-        told = {
+        change_record = {
             "from_step": row.version + 1,
             "lineage": row.lineage,
             "was": {key: old for key, (old, _) in changes.items()},
             "set": {key: new for key, (_, new) in changes.items()},
         }
-        so_far = [*record.get("changes", []), told]
+        so_far = [*record.get("changes", []), change_record]
         write_json(path, record | {"document": document, "changes": so_far})
         for key, (old, new) in changes.items():
             print(f"{key}: {old} -> {new}, from step {row.version + 1} on", flush=True)
@@ -141,13 +141,14 @@ def check_run(run_dir: Path, record: Mapping[str, Any], place: MeshPaths) -> Non
 
 
 def _check_bundle(run_dir: Path, record: Mapping[str, Any]) -> None:
-    told = record["document"]["bundle"]
-    bundle = Path(told["dir"])
+    bundle_fields = record["document"]["bundle"]
+    bundle = Path(bundle_fields["dir"])
     if not bundle.is_relative_to(run_dir.resolve()) and not bundle.is_relative_to(run_dir):
-        made = bundle.parent.parent
+        original_dir = bundle.parent.parent
         raise NotFound(
-            f"the run in {run_dir} was created in {made}, and its records contain that path",
-            fix=f"Move it back: mv {run_dir} {made}",
+            f"the run in {run_dir} was created in {original_dir}, and its records contain "
+            "that path",
+            fix=f"Move it back: mv {run_dir} {original_dir}",
         )
     if not bundle.is_dir():
         raise NotFound(f"the run is incomplete: {bundle} is missing", fix=bundle_files.RESTORE_FIX)
@@ -169,14 +170,14 @@ def _check_checkpoint(run_dir: Path, place: MeshPaths) -> None:
     if (not named and not paths) or (not redis and all(is_initial(path) for path in paths)):
         return
     chunks = ChunkStore(place.root / "store")
-    trouble = f"{run_dir / 'checkpoints' / named}.json is missing"
+    problem = f"{run_dir / 'checkpoints' / named}.json is missing"
     for number, path in enumerate(reversed(paths)):
         missing = _find_missing_files(path, chunks)
         if missing is None:
             return
-        trouble = trouble if number else missing
+        problem = problem if number else missing
     raise NotFound(
-        f"no checkpoint of the run is complete: {trouble}",
+        f"no checkpoint of the run is complete: {problem}",
         fix="Restore it from a copy of the run. " + _START_OVER_FIX,
     )
 
@@ -185,29 +186,30 @@ def _find_missing_files(checkpoint: Path, chunks: ChunkStore) -> str | None:
     """Return what a checkpoint lacks, judged by names; None if nothing."""
     directory = checkpoint.with_suffix("")
     try:
-        held = read_manifest(checkpoint)
+        manifest = read_manifest(checkpoint)
     except (CorruptData, NotFound) as error:
         return f"{checkpoint}: {error.message}"
-    listed = {directory / name: Path(name).is_relative_to(STATE_FOLDER) for name in held["files"]}
+    listed = {
+        directory / name: Path(name).is_relative_to(STATE_FOLDER) for name in manifest["files"]
+    }
     missing = sorted(path for path in listed if not path.is_file())
     if any(listed[path] for path in missing) or not any(listed.values()):
         return _format_missing(missing or [directory / STATE_FOLDER])
     if not missing:  # the store's weights can be made again
         return None
     try:
-        tensors = read_complete_manifest(chunks.read, held["weights"]).tensors
+        tensors = read_complete_manifest(chunks.read, manifest["weights"]).tensors
     except (NotFound, CorruptData, BadMessage) as error:
-        return (
-            f"{_format_missing(missing)}, and {chunks.chunk_path(held['weights'])}: {error.message}"
-        )
+        path = chunks.chunk_path(manifest["weights"])
+        return f"{_format_missing(missing)}, and {path}: {error.message}"
     absent = [path for path in {chunks.chunk_path(t.chunk) for t in tensors} if not path.is_file()]
     return _format_missing(missing + sorted(absent)) if absent else None
 
 
 def _format_missing(paths: list[Path]) -> str:
-    shown = ", ".join(map(str, paths[:MAX_NAMED_FILES]))
+    displayed = ", ".join(map(str, paths[:MAX_NAMED_FILES]))
     more = f" and {len(paths) - MAX_NAMED_FILES} more" if len(paths) > MAX_NAMED_FILES else ""
-    return f"{shown}{more} {'is' if len(paths) == 1 else 'are'} missing"
+    return f"{displayed}{more} {'is' if len(paths) == 1 else 'are'} missing"
 
 
 _START_OVER_FIX = "To start over: meshrl run JOB"
@@ -216,36 +218,38 @@ _START_OVER_FIX = "To start over: meshrl run JOB"
 def resume_run(directory: Path, settings: list[str]) -> int:
     """Continue the run in a directory, with `KEY=VALUE` settings; return the exit status."""
     there = (directory / "bundle").is_dir() or (directory / "job.json").is_file()
-    held = read_run_record(directory) if there else {}
+    record = read_run_record(directory) if there else {}
     run_dir = directory_paths.require_run(directory)
-    run = RunLocation.from_job_file(run_dir, held)
-    if "imported" in held:
+    run = RunLocation.from_job_file(run_dir, record)
+    if "imported" in record:
         raise Refused(
-            f"{run.display_path} is an import of {held['imported']}: it has no training "
+            f"{run.display_path} is an import of {record['imported']}: it has no training "
             "to continue",
             fix=f'Start a job from it: set model.path = "{run.display_path}/model"',
         )
-    if "mesh" in held and is_mesh_running(run.mesh_paths):
+    if "mesh" in record and is_mesh_running(run.mesh_paths):
         return _resume_on_mesh(run, settings)
     with lock_mesh(run.mesh_paths, run_dir):
-        check_run(run_dir, held, run.mesh_paths)
+        check_run(run_dir, record, run.mesh_paths)
     if not settings:
-        _check_not_finished(run, held["document"], held["document"])
+        _check_not_finished(run, record["document"], record["document"])
     from meshrl.job import job_reader  # here, because pydantic takes half a second to import
 
-    _, was = job_reader.reload_document(held["document"], [])  # with what later versions have added
-    job, document = job_reader.reload_document(held["document"], settings)
+    _, was = job_reader.reload_document(
+        record["document"], []
+    )  # with what later versions have added
+    job, document = job_reader.reload_document(record["document"], settings)
     changes = _check_changes(run, was, document)
     _check_not_finished(run, was, document)
     for line in (
-        edited_job_file.describe_edits(held["file"], document, run.display_path)
-        if "file" in held
+        edited_job_file.describe_edits(record["file"], document, run.display_path)
+        if "file" in record
         else []
     ):
         print(line)
     # Imported here: only now is it sure that a mesh will be needed.
 
-    return continue_run(run, held, job, changes)
+    return continue_run(run, record, job, changes)
 
 
 def _check_changes(
@@ -285,10 +289,10 @@ def _check_not_finished(
     summary = run.directory / "summary.json"
     if old_document["budget"]["steps"] < new_document["budget"]["steps"]:
         return
-    told = directory_paths.read_json_or_empty(summary)
+    summary_fields = directory_paths.read_json_or_empty(summary)
     if (
-        told.get("phase") == jobs.Phase.FINISHED
-        and told.get("steps", 0) >= old_document["budget"]["steps"]
+        summary_fields.get("phase") == jobs.Phase.FINISHED
+        and summary_fields.get("steps", 0) >= old_document["budget"]["steps"]
     ):
         raise make_finished_error(run, old_document)
 
@@ -363,11 +367,11 @@ def read_run_record(directory: Path) -> dict[str, Any]:
     about = {} if place.root == run_dir else {"mesh": str(place.root)}
 
     async def put_back(state: StateClient) -> bool:
-        told = await job_file.restore_job_file(state, run_dir, about, why)
-        if told is not None:
-            print(corruption.describe_event(told), file=sys.stderr, flush=True)
-            await events.append(state, corruption.CORRUPTION_EVENT, told)
-        return told is not None
+        event_fields = await job_file.restore_job_file(state, run_dir, about, why)
+        if event_fields is not None:
+            print(corruption.describe_event(event_fields), file=sys.stderr, flush=True)
+            await events.append(state, corruption.CORRUPTION_EVENT, event_fields)
+        return event_fields is not None
 
     if place.redis_directory.is_dir() and any(place.redis_directory.iterdir()):
         if is_mesh_running(place):

@@ -22,9 +22,9 @@ def download_run(url: str) -> Path:
     """
     there = RemoteDirectory(url, "RUN", "the URL")
     try:
-        held = documents.decode(there.read_file("job.json"), f"{there.public_url}/job.json")
-        run_dir = Path("runs", quote(held["job"], safe="")).absolute()
-        digest = str(held["document"]["bundle"]["digest"])
+        record = documents.decode(there.read_file("job.json"), f"{there.public_url}/job.json")
+        run_dir = Path("runs", quote(record["job"], safe="")).absolute()
+        digest = str(record["document"]["bundle"]["digest"])
     except NotFound as error:
         raise NotFound(f"there is no run at {there.public_url}: it has no job.json") from error
     if os.path.lexists(run_dir):
@@ -42,10 +42,10 @@ def download_run(url: str) -> Path:
     for name in names:
         there.fetch_file(name, scratch / name)
     # It is a run of its own here: its mesh is elsewhere, and its bundle is beside it.
-    held.pop("mesh", None)
-    held[SOURCE_URL_KEY] = there.public_url
-    held["document"]["bundle"]["dir"] = str(run_dir / "bundle" / digest)
-    documents.write(scratch / "job.json", held)
+    record.pop("mesh", None)
+    record[SOURCE_URL_KEY] = there.public_url
+    record["document"]["bundle"]["dir"] = str(run_dir / "bundle" / digest)
+    documents.write(scratch / "job.json", record)
     scratch.rename(run_dir)
     print(f"{there.public_url} is downloaded to {format_path(run_dir)}", flush=True)
     return run_dir

@@ -46,9 +46,9 @@ def run_job(config: JobConfig, base: Path, force: bool, job_file: Path | None = 
         async def begin(launcher: Launcher) -> None:
             state, job = launcher.state, config.name
             if job in {row.id for row in await jobs.read_jobs(state)}:
-                shown = embedded_server.redact_password(embedded_server.read_configured_url())
+                public_url = embedded_server.redact_password(embedded_server.read_configured_url())
                 raise Refused(
-                    f"another job named {job} is in {shown}",
+                    f"another job named {job} is in {public_url}",
                     fix="Choose another name: --set name=X",
                 )
             await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)

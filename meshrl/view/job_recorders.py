@@ -61,7 +61,7 @@ async def record_job(
     def print_line(text: str) -> None:
         print(f"{job}: {text}", file=sys.stderr, flush=True)
 
-    said = ""
+    last_error = ""
     while True:
         recorder: Recorder | None = None
         try:
@@ -70,7 +70,7 @@ async def record_job(
             async with contextlib.aclosing(report.LivePage(recorder, print_line)) as page:
                 while not stop.is_set():
                     shot = await recorder.poll()
-                    said = ""
+                    last_error = ""
                     if shot is not None and shot.is_terminal:
                         break
                     page.update_if_due()
@@ -84,12 +84,14 @@ async def record_job(
                 print_line(missing)
             return
         except (OSError, MeshError) as error:
-            if str(error) != said:
-                said = str(error)
-                print(f"{job} is not recorded: {said}", file=sys.stderr, flush=True)
+            if str(error) != last_error:
+                last_error = str(error)
+                print(f"{job} is not recorded: {last_error}", file=sys.stderr, flush=True)
                 with contextlib.suppress(StateUnavailable, DeadlineExceeded):
                     async with mesh.clock.timeout(POLL_TIMEOUT_S, "appending to the event stream"):
-                        await events.append(mesh.state, "unrecorded", {"job": job, "why": said})
+                        await events.append(
+                            mesh.state, "unrecorded", {"job": job, "why": last_error}
+                        )
             if recorder is not None:
                 await recorder.abandon()
         with contextlib.suppress(DeadlineExceeded):
@@ -105,9 +107,11 @@ async def _repair_job_file(mesh: RunningMesh, run_dir: Path) -> None:
     except CorruptData as error:
         async with mesh.clock.timeout(POLL_TIMEOUT_S, "reading the job"):
             about = {"mesh": str(mesh.mesh_paths.root)}
-            told = await job_file.restore_job_file(mesh.state, run_dir, about, error.message)
-            if told is not None:
-                await events.append(mesh.state, corruption.CORRUPTION_EVENT, told)
+            event_fields = await job_file.restore_job_file(
+                mesh.state, run_dir, about, error.message
+            )
+            if event_fields is not None:
+                await events.append(mesh.state, corruption.CORRUPTION_EVENT, event_fields)
 
 
 def _make_give_up_check(mesh: RunningMesh, stop: asyncio.Event) -> Callable[[], bool]:

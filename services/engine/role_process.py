@@ -242,8 +242,12 @@ def _choose_adapter_mode(data: JobData) -> AdapterMode:
     SGLang fixes this at the start of its server, before any measurement: it computes adapters
     beside the model only if the job requires that.
     """
-    wish = data.config.lora.engine_mode
-    return "merged" if data.config.rollout.engine == "sglang" and wish == "auto" else wish
+    configured_mode = data.config.lora.engine_mode
+    return (
+        "merged"
+        if data.config.rollout.engine == "sglang" and configured_mode == "auto"
+        else configured_mode
+    )
 
 
 def _merge_adapters(data: JobData, tensors: Tensors) -> Tensors:

@@ -244,8 +244,8 @@ class EngineService(Actor):
     def submit(self, batch: SubmitRequests) -> None:
         owner = self.shard_streams.require_shard(batch.owner, batch.incarnation)
         self._check_not_draining()
-        requests, ended = self._build_requests(owner, batch), batch.ended_sessions.tolist()
-        self.commands.enqueue(lambda: self.admit(requests, ended))
+        requests, ended_sessions = self._build_requests(owner, batch), batch.ended_sessions.tolist()
+        self.commands.enqueue(lambda: self.admit(requests, ended_sessions))
 
     def _build_requests(
         self, owner: AttachedShard, batch: SubmitRequests

@@ -56,8 +56,8 @@ def _raise_invalid_answer(function: Callable[..., Any], value: Any) -> Iterator[
     try:
         yield
     except (TypeError, ValueError) as error:
-        said = f"{function.__name__}() returned {value!r:.80}: {error}"
-        raise InvalidAnswer(said, function) from None
+        problem = f"{function.__name__}() returned {value!r:.80}: {error}"
+        raise InvalidAnswer(problem, function) from None
 
 
 def _parse_answer(value: Any) -> EnvironmentAnswer:

@@ -90,12 +90,12 @@ class Environments:
         )
 
     def _begin(self, key: int, row: dict[str, Any]) -> list[int]:
-        made, tokenizer = self._factory(), self._tokenizer
+        environment, tokenizer = self._factory(), self._tokenizer
         session: EnvironmentSession = (
-            ChatSession(made, self._chat, self._tools, tokenizer)
+            ChatSession(environment, self._chat, self._tools, tokenizer)
             if self._chat
             else TextSession(
-                made,
+                environment,
                 tokenizer,
                 escapes_special_tokens=self._escapes_special_tokens,
                 end_tokens=self._end_tokens,
@@ -127,10 +127,10 @@ class Environments:
         return [self._tokenizer.decode(ids), self._sessions[key].truncate(ids)]
 
     def _restore(self, key: int, argument: Any) -> None:
-        row, told, *ids = argument
+        row, operations, *ids = argument
         self._begin(key, row)
         session = self._sessions[key]
-        for operation, value in told:
+        for operation, value in operations:
             (session.step if operation == "step" else session.result)(value)
         if ids:
             session.check_replay(ids[0])

@@ -71,8 +71,8 @@ class JobTool(ModelTool):
         else:
             single = parameter
             parameters = make_single_argument_schema(parameter, make_schema(kind))
-        said = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
-        super().__init__(name, said, parameters, single)
+        doc_summary = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
+        super().__init__(name, doc_summary, parameters, single)
 
 
 def make_single_argument_schema(name: str, kind: dict[str, Any]) -> dict[str, Any]:

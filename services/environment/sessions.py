@@ -104,9 +104,9 @@ class TextSession(EnvironmentSession):
     def start(self, row: dict[str, Any]) -> list[int]:
         text = self._environment.open(row)
         if not isinstance(text, str):
-            said = f"open() returned {type(text).__name__}, but the prompt must be a str"
+            problem = f"open() returned {type(text).__name__}, but the prompt must be a str"
             raise InvalidAnswer(
-                f"{said}; set environment.chat to use messages", self._environment.open
+                f"{problem}; set environment.chat to use messages", self._environment.open
             )
         check_encodable(self._tokenizer, text, self._environment.open)
         return self._tokenizer.encode_start(text, escape=self._escapes_special_tokens)
@@ -131,8 +131,8 @@ class TextSession(EnvironmentSession):
 
     def _encode_append(self, value: Any, function: Any) -> list[int]:
         if not isinstance(value, str):
-            said = f"{function.__name__}() appends {value!r:.80}, but must append a str"
-            raise InvalidAnswer(f"{said}; set environment.chat to use messages", function)
+            problem = f"{function.__name__}() appends {value!r:.80}, but must append a str"
+            raise InvalidAnswer(f"{problem}; set environment.chat to use messages", function)
         return self._encode(value)
 
 
@@ -170,8 +170,8 @@ class ChatSession(EnvironmentSession):
                 opened, specs = split_opening(opened, specs)
             self._prompt = parse_conversation(opened), specs
         except ValueError as error:
-            said = f"the prompt is not a valid conversation: {error}"
-            raise InvalidAnswer(said, self._environment.open) from None
+            problem = f"the prompt is not a valid conversation: {error}"
+            raise InvalidAnswer(problem, self._environment.open) from None
         for message in self._prompt[0]:
             check_encodable(self._tokenizer, message["content"], self._environment.open)
         self._conversation = self._chat.start_conversation(*self._prompt)
@@ -182,8 +182,8 @@ class ChatSession(EnvironmentSession):
         if isinstance(message, dict):
             message = {"role": "assistant"} | message
         messages, specs = self._prompt
-        said = parse_message(message, "the answer", ("assistant",))
-        return self._chat.encode_answer(messages, said, specs)
+        answer = parse_message(message, "the answer", ("assistant",))
+        return self._chat.encode_answer(messages, answer, specs)
 
     def step(self, ids: list[int]) -> Action:
         reply = self.conversation.append_turn(ids)
@@ -240,8 +240,8 @@ class ChatSession(EnvironmentSession):
         try:
             messages = parse_conversation(value)
         except ValueError as error:
-            said = f"{function.__name__}() appends invalid messages: {error}"
-            raise InvalidAnswer(said, function) from None
+            problem = f"{function.__name__}() appends invalid messages: {error}"
+            raise InvalidAnswer(problem, function) from None
         return self.conversation.append_messages(messages)
 
 
@@ -249,8 +249,8 @@ def check_encodable(tokenizer: Tokenizer, prompt: str, function: Any) -> None:
     """Raise InvalidAnswer when the tokenizer would drop some characters of a prompt."""
     if lost := tokenizer.find_lossy_pieces(prompt):
         some = ", ".join(map(repr, lost[:MAX_PIECES_IN_ERROR]))
-        said = f"the tokenizer drops or replaces {some} of the prompt {prompt!r:.80}"
-        raise InvalidAnswer(said, function)
+        problem = f"the tokenizer drops or replaces {some} of the prompt {prompt!r:.80}"
+        raise InvalidAnswer(problem, function)
 
 
 def split_opening(opened: dict[str, Any], specs: list[Message]) -> tuple[Any, list[Message]]:

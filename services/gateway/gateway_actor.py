@@ -149,17 +149,17 @@ class GatewayActor(HostCalls):
         if not self.mesh.settings.joinable:  # the only host is this one
             tried, config = isolation_probe.require_isolation, upload.config
             await self.mesh.host.run_blocking(tried, config, deadline_s=CONTAINMENT_TIMEOUT_S)
-        taken = {row.id for row in await jobs.read_jobs(state)}
-        taken |= {path.name for path in self._runs_directory.iterdir()}
+        used_names = {row.id for row in await jobs.read_jobs(state)}
+        used_names |= {path.name for path in self._runs_directory.iterdir()}
         # Records of a deleted job, such as its events, are found by its name.
-        taken |= set(await deletion.read_deleted_jobs(state))
+        used_names |= set(await deletion.read_deleted_jobs(state))
         about = {"mesh": str(self._run_root), "token": upload.token_id}
         while True:
-            job = choose_free_name(upload.config.name, taken)
+            job = choose_free_name(upload.config.name, used_names)
             run_dir = self._uploads.create_run(upload, job, about, self._run_root / "store")
             if run_dir is not None:
                 break
-            taken.add(job)
+            used_names.add(job)
         document = documents.decode((run_dir / "job.json").read_bytes(), str(run_dir))["document"]
         try:
             await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
@@ -244,10 +244,10 @@ class GatewayActor(HostCalls):
             return known[1]
         self._tokens_by_run.pop(row.run_dir, None)
         try:
-            held = documents.decode(path.read_bytes(), str(path))
+            document = documents.decode(path.read_bytes(), str(path))
         except (CorruptData, OSError):
             return ""  # being repaired, or deleted
-        token = str(held.get("token", ""))
+        token = str(document.get("token", ""))
         self._tokens_by_run[row.run_dir] = now, token
         return token
 

@@ -123,7 +123,7 @@ class HostCalls(Actor):
             }
             id = f"{token}.{secrets.token_hex(8)}"
             try:
-                told = await host_requests.submit_host_request(
+                answer = await host_requests.submit_host_request(
                     mesh.state, mesh.clock, id, host_requests.JOIN, about
                 )
             except Refused:  # then it is no member
@@ -135,7 +135,7 @@ class HostCalls(Actor):
             self._joins.pop(request.key, None)
             raise
         mesh.log.info("a host has joined", host=host, address=request.address, token=token)
-        return HostAdmitted(secret=secret, **told)
+        return HostAdmitted(secret=secret, **answer)
 
     async def _change_token_file(self, change: Callable[..., None], *arguments: Any) -> None:
         """Change tokens and members on a thread, as another process may hold the file lock."""
@@ -147,11 +147,11 @@ class HostCalls(Actor):
         """Remove the host of a member key; return True if there was one."""
         id, host = caller_id.get(), self._find_member_host()
         state, clock, about = self.mesh.state, self.mesh.clock, {"host": host}
-        told = await host_requests.submit_host_request(
+        answer = await host_requests.submit_host_request(
             state, clock, f"{id}.leave", host_requests.LEAVE, about
         )
         self.mesh.log.info("a host has left", host=host)
-        return bool(told["left"])
+        return bool(answer["left"])
 
     @call(Gateway.drain)
     async def drain(self, request: None) -> bool:
@@ -163,8 +163,8 @@ class HostCalls(Actor):
         """End the drain of a host that has returned."""
         if not ADDRESS_PATTERN.fullmatch(address):
             raise Refused(f"{address!r:.60} is not the address of a host")
-        told = await self._request_launcher(host_requests.RETURN, address=address)
-        return bool(told["changed"])
+        answer = await self._request_launcher(host_requests.RETURN, address=address)
+        return bool(answer["changed"])
 
     @call(Gateway.whereabouts)
     async def whereabouts(self, request: None) -> RedisLocation:
@@ -173,9 +173,11 @@ class HostCalls(Actor):
 
     async def _request_launcher(self, kind: str, **arguments: str) -> dict[str, Any]:
         """Request an answer of the launcher for the host of the request's member key."""
-        mesh, asked = self.mesh, f"{caller_id.get()}.{kind}.{secrets.token_hex(8)}"
-        told = {**arguments, "host": self._find_member_host()}
-        return await host_requests.submit_host_request(mesh.state, mesh.clock, asked, kind, told)
+        mesh, request_id = self.mesh, f"{caller_id.get()}.{kind}.{secrets.token_hex(8)}"
+        fields = {**arguments, "host": self._find_member_host()}
+        return await host_requests.submit_host_request(
+            mesh.state, mesh.clock, request_id, kind, fields
+        )
 
     @call(Gateway.remaining)
     async def remaining(self, request: None) -> RemainingNames:

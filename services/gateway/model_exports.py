@@ -104,11 +104,15 @@ class ModelExports:
             child.kill()
         if code is None:
             raise DeadlineExceeded(f"the model was not written within {EXPORT_TIMEOUT_S:g} s")
-        said = log.read_text(errors="replace").strip().splitlines()
+        output_lines = log.read_text(errors="replace").strip().splitlines()
         if code != 0:
-            why = said[-1].removeprefix("error: ") if said else "the export printed no error"
+            why = (
+                output_lines[-1].removeprefix("error: ")
+                if output_lines
+                else "the export printed no error"
+            )
             raise NotFound(why.replace(str(self._root), ""))
-        return models / Path(said[-1]).name
+        return models / Path(output_lines[-1]).name
 
 
 def _remove_unused(models: Path, in_use: set[Path]) -> None:

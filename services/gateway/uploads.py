@@ -67,8 +67,8 @@ class Uploads:
 
         def tidy() -> None:
             self._runs.mkdir(parents=True, exist_ok=True)
-            for left in self._runs.glob(f"{INCOMING_PREFIX}*"):
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in self._runs.glob(f"{INCOMING_PREFIX}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
 
         await self._host.run_blocking(tidy, deadline_s=IO_TIMEOUT_S)
 

@@ -201,8 +201,8 @@ class SandboxActor(Actor):
         await launcher.start()
         # One with pytest starts at the first row that needs it.
         suites = self._get_launcher(add_pytest(interpreter), tier, log)
-        made = launcher, suites, self._clock, self._slots
-        return JailedFunctions(*made, m, found.description, self._mesh.job_clock)
+        jail_arguments = launcher, suites, self._clock, self._slots
+        return JailedFunctions(*jail_arguments, m, found.description, self._mesh.job_clock)
 
     async def _detect_tier(
         self, interpreter: Interpreter, log: Path | None
@@ -232,15 +232,15 @@ class SandboxActor(Actor):
     def _get_launcher(self, interpreter: Interpreter, tier: str, log: Path | None) -> JailLauncher:
         if interpreter not in self._launchers:
             homes = self._cgroup_parents if tier != "landlock" else None
-            made = self._host, self._clock, tier, interpreter, homes, log
+            launcher_arguments = self._host, self._clock, tier, interpreter, homes, log
             self._launchers[interpreter] = JailLauncher(
-                *made, self._mesh.waits, self._mesh.exit_reporter
+                *launcher_arguments, self._mesh.waits, self._mesh.exit_reporter
             )
         return self._launchers[interpreter]
 
     @call(Sandbox.run_tools)
     async def run_tools(self, m: RunTools) -> Outcomes:
-        once = any(asked.no_retry for asked in m.calls)
+        once = any(request.no_retry for request in m.calls)
         self._no_retry_batches += once
         try:
             return self._build_outcomes(m.calls, await self._get_job(m.calls).run(m.calls))
@@ -260,7 +260,7 @@ class SandboxActor(Actor):
 
     def _get_job(self, calls: Sequence[ToolCall | RewardCall]) -> LoadedJob:
         job, where = self._job, self._identity.name
-        for name in {asked.job for asked in calls}:
+        for name in {request.job for request in calls}:
             if job is None or job.loaded.job != name:
                 fix = "Call Sandbox.load_job, then retry"
                 raise NotFound(f"job {name} is not loaded", where=where, fix=fix)
@@ -280,7 +280,7 @@ class SandboxActor(Actor):
         self._outcome_counts.update(answer.status for answer in answers)
         return Outcomes(
             [
-                CallOutcome(id=asked.id, status=a.status, value=a.value, error=a.error)
-                for asked, a in zip(calls, answers, strict=True)
+                CallOutcome(id=request.id, status=a.status, value=a.value, error=a.error)
+                for request, a in zip(calls, answers, strict=True)
             ]
         )

@@ -91,8 +91,10 @@ class JailedFunctions:
         use = self._tools[name]
         if not isinstance(argument, str) or len(argument) > SOURCE_BYTES:
             kind = builtin.TOOLS[use].argument
-            said = f"{name} accepts {kind} as a text of at most {SOURCE_BYTES} characters"
-            return CallResult(REFUSED, {"status": REFUSED, "output": f"[{REFUSED}: {said}]"}, said)
+            problem = f"{name} accepts {kind} as a text of at most {SOURCE_BYTES} characters"
+            return CallResult(
+                REFUSED, {"status": REFUSED, "output": f"[{REFUSED}: {problem}]"}, problem
+            )
         limits = self._limits.lower(wall_s=deadline_s, cpu_s=deadline_s)
         try:
             async with self._slots.acquire():
@@ -118,16 +120,18 @@ class JailedFunctions:
 
 
 def format_result(result: ProgramResult) -> dict[str, Any]:
-    output, errors = (said.decode("utf-8", "replace") for said in (result.stdout, result.stderr))
+    output, errors = (
+        stream.decode("utf-8", "replace") for stream in (result.stdout, result.stderr)
+    )
     for more in (errors, f"[{result.status}: {result.error}]" if result.error else ""):
         ends = not more or not output or output.endswith("\n")
         output += more if ends else f"\n{more}"
-    said: dict[str, Any] = {"status": result.status, "output": output}
+    fields: dict[str, Any] = {"status": result.status, "output": output}
     if result.status == OK and result.exit_code:
-        said["exit"] = result.exit_code
+        fields["exit"] = result.exit_code
     if result.denied_calls:
-        said["refused"] = list(result.denied_calls)
-    return said
+        fields["refused"] = list(result.denied_calls)
+    return fields
 
 
 class LoadedJob:
@@ -227,5 +231,5 @@ def sum_rewards(weights: Sequence[float], answers: Sequence[CallResult]) -> Call
         total = math.nan
     if math.isfinite(total):
         return CallResult(OK, total, "")
-    told = " + ".join(f"{w:g} * {a.value:g}" for w, a in zip(weights, answers, strict=True))
-    return CallResult(BAD_VALUE, None, f"the sum of reward.parts is not finite: {told}")
+    sum_text = " + ".join(f"{w:g} * {a.value:g}" for w, a in zip(weights, answers, strict=True))
+    return CallResult(BAD_VALUE, None, f"the sum of reward.parts is not finite: {sum_text}")

@@ -60,9 +60,9 @@ class RedisExitReporter(ExitReporter):
         self._report_task: asyncio.Task[None] | None = None
 
     def record_exit(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
-        seen = self._pending.setdefault(name, _ExitCounter(0, code, why, "", job or self._job))
-        seen.count, seen.code, seen.why = seen.count + 1, code, why
-        seen.log = str(log) if log is not None else ""
+        counter = self._pending.setdefault(name, _ExitCounter(0, code, why, "", job or self._job))
+        counter.count, counter.code, counter.why = counter.count + 1, code, why
+        counter.log = str(log) if log is not None else ""
         if self._report_task is None:
             self._report_task = asyncio.get_running_loop().create_task(
                 self._report_pending(), name="report exits"
@@ -72,8 +72,8 @@ class RedisExitReporter(ExitReporter):
         """Report the first exit at once, and those of the next seconds together."""
         try:
             while self._pending:
-                seen, self._pending = self._pending, {}
-                for name, end in seen.items():
+                exits, self._pending = self._pending, {}
+                for name, end in exits.items():
                     await self._reports.report(
                         ExitReport(f"{name} of {self._sandbox}", charge_job=False, **vars(end))
                     )

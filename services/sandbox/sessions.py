@@ -213,8 +213,9 @@ class Sessions:
         out, err = jail.stdout, jail.stderr
         if jail.output.over_limit.done():
             return None
-        said = answer.get("exit")  # by an interpreter that the model's code may have changed
-        code = said if type(said) is int and 0 <= said < 256 else 1
+        # The interpreter that reports it may have been changed by the model's code.
+        reported_code = answer.get("exit")
+        code = reported_code if type(reported_code) is int and 0 <= reported_code < 256 else 1
         status = {guest.OUT_OF_MEMORY_EXIT: OUT_OF_MEMORY, guest.DENIED_EXIT: REFUSED}.get(code, OK)
         refused = jail.take_denied_calls()
         error = describe_denial(refused) if status == REFUSED else ""

@@ -228,8 +228,8 @@ def judge_texts(model: FrozenModel, batch: JudgeBatch) -> Verdicts:
         return Verdicts(found, [str(error)] * len(batch.texts))
     for i, text in enumerate(batch.texts):
         try:
-            asked = model.tokenizer.encode_start(escape_untrusted_parts(model.tokenizer, text))
-            found_of = [model.engine.score(np.array(asked + end, np.int32)) for end in endings]
+            prompt_ids = model.tokenizer.encode_start(escape_untrusted_parts(model.tokenizer, text))
+            found_of = [model.engine.score(np.array(prompt_ids + end, np.int32)) for end in endings]
             yes, no = (
                 float(np.sum(logprobs[-len(end) :], dtype=np.float64))
                 for logprobs, end in zip(found_of, endings, strict=True)

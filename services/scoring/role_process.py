@@ -136,10 +136,10 @@ def _load_bundled_model(data: JobData, role: str) -> FrozenModel:
         hf = with_tokenizer(hf, place / "tokenizer.json")
     else:
         hf = with_tokenizer(hf, data.tokenizer_file)
-        if hf.vocab_size < (wanted := load_model_config(data).token_id_end):
+        if hf.vocab_size < (num_token_ids := load_model_config(data).token_id_end):
             raise ConfigError(
                 f"models.{role} has rows for {hf.vocab_size} ids, and the job's tokenizer has "
-                f"{wanted}",
+                f"{num_token_ids}",
                 where=str(place),
                 fix="Choose a model with the same tokenizer",
             )

@@ -62,9 +62,9 @@ def scratch_directory(scratch: Path, out: Path | None = None) -> Iterator[Path]:
         try:
             marker.touch()
             _clear_scratch(scratch, out)
-            made = scratch / NEW_FOLDER
-            made.mkdir()
-            yield made
+            new_directory = scratch / NEW_FOLDER
+            new_directory.mkdir()
+            yield new_directory
         finally:
             _clear_scratch(scratch, out)
             marker.unlink(missing_ok=True)  # last: a directory without marker has no owner
@@ -125,11 +125,11 @@ def _clear_scratch(scratch: Path, out: Path | None) -> None:
     """Remove everything except the marker, after moving `out` back if nothing has replaced it."""
     if out is not None and (scratch / OLD_FOLDER).exists() and not out.exists():
         (scratch / OLD_FOLDER).rename(out)
-    for left in scratch.iterdir():
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left)
-        elif left.name != EXPORT_MARKER:
-            left.unlink()
+    for entry in scratch.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != EXPORT_MARKER:
+            entry.unlink()
 
 
 def _exchange(one: Path, other: Path) -> bool:

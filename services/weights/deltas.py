@@ -105,7 +105,7 @@ class DeltaRegistry:
         """Record a host's version; a report of an older version does not remove newer ones."""
         hosts = self._holders.setdefault(acknowledgement.job, {})
         holder, anchors = hosts.get(acknowledgement.host), list[VersionRef]()
-        held = [acknowledgement.target, *([holder.newest] if holder else [])]
+        candidates = [acknowledgement.target, *([holder.newest] if holder else [])]
         if (
             every := self._anchor_intervals.get(acknowledgement.job, 0)
         ) and acknowledgement.target.version % every == 0:
@@ -116,7 +116,7 @@ class DeltaRegistry:
         def age(base: VersionRef) -> tuple[int, int]:
             return base.lineage, base.version
 
-        newest, anchor = max(held, key=age), max(anchors, key=age, default=None)
+        newest, anchor = max(candidates, key=age), max(anchors, key=age, default=None)
         hosts[acknowledgement.host] = VersionHolder(self._mesh.clock.monotonic(), newest, anchor)
 
     def begin_deltas(self, request: BeginDelta) -> list[VersionRef]:
@@ -130,17 +130,15 @@ class DeltaRegistry:
         found = self._deltas_by_target.get(target.manifest)
         if found is None:
             self._stop_earlier_targets(request.job)
-            held = self._list_holders(request.job, now)
+            holders = self._list_holders(request.job, now)
             own = (
                 request.host if request.parts == 1 else ""
             )  # with several parts, each host has only some of the chunks
-            others = [holder for host, holder in held.items() if host != own]
-            wanted = [b for b in choose_bases(others, request.anchor_interval) if b != target]
-            if not wanted:
+            others = [holder for host, holder in holders.items() if host != own]
+            bases = [b for b in choose_bases(others, request.anchor_interval) if b != target]
+            if not bases:
                 return []
-            found = _TargetDeltas(
-                request.job, now, dict.fromkeys(range(request.parts), now), wanted
-            )
+            found = _TargetDeltas(request.job, now, dict.fromkeys(range(request.parts), now), bases)
             self._deltas_by_target[target.manifest] = found
         return found.bases
 

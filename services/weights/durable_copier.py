@@ -150,22 +150,27 @@ class DurableCopier:
             raise first
 
     async def _copy_job(self, copy: DurableCopy, row: JobRow) -> None:
-        wanted, there = _CopiedState.from_row(row), self._copied_states.get(row.id, _CopiedState())
-        if there == wanted:
+        desired_state, copied_state = (
+            _CopiedState.from_row(row),
+            self._copied_states.get(row.id, _CopiedState()),
+        )
+        if copied_state == desired_state:
             return
-        self._copied_states[row.id] = there  # also after an interrupted copy
-        if there.document != wanted.document:
+        self._copied_states[row.id] = copied_state  # also after an interrupted copy
+        if copied_state.document != desired_state.document:
             await self._run_blocking(self._copy_bundle, copy, row)
-        if row.checkpoint and there.checkpoint != row.checkpoint:
+        if row.checkpoint and copied_state.checkpoint != row.checkpoint:
             began = self._mesh.clock.monotonic()
             moved = await self._run_blocking(self._copy_checkpoint, copy, row)
             self.checkpoints += 1
             took = {"bytes": moved, "took_s": round(self._mesh.clock.monotonic() - began, 3)}
             about = {"job": row.id, "checkpoint": row.checkpoint, "url": copy.public_url}
             await events.append(self._mesh.state, "durable_copied", about | took)
-        told = asdict(wanted) | {"at": self._mesh.clock.wall()}
-        await self._run_blocking(copy.write_document, f"{job_folder(row.id)}/standing.json", told)
-        self._copied_states[row.id] = wanted
+        document = asdict(desired_state) | {"at": self._mesh.clock.wall()}
+        await self._run_blocking(
+            copy.write_document, f"{job_folder(row.id)}/standing.json", document
+        )
+        self._copied_states[row.id] = desired_state
         self._missed_checkpoints.pop(row.id, None)
 
     def _copy_bundle(self, copy: DurableCopy, row: JobRow) -> None:
@@ -181,12 +186,12 @@ class DurableCopier:
 
     def _copy_checkpoint(self, copy: DurableCopy, row: JobRow) -> int:
         before, home = self.bytes, Path(row.run_dir) / "checkpoints"
-        held = read_manifest(home / f"{row.checkpoint}.json")
+        manifest = read_manifest(home / f"{row.checkpoint}.json")
         there = copy.list_file_digests(row.id)
-        for name, digest in held["files"].items():
+        for name, digest in manifest["files"].items():
             if digest not in there:
                 self._upload(copy, row.id, digest, home / row.checkpoint / name)
-        copy.write_document(f"{job_folder(row.id)}/checkpoints/{row.checkpoint}.json", held)
+        copy.write_document(f"{job_folder(row.id)}/checkpoints/{row.checkpoint}.json", manifest)
         self._remove_unneeded(copy, row, max(1, int(row.document["training"]["keep_checkpoints"])))
         return self.bytes - before
 
@@ -197,16 +202,16 @@ class DurableCopier:
         """
         place, names = f"{job_folder(row.id)}/checkpoints", copy.list_checkpoints(row.id)
         # A newer one can only belong to an abandoned lineage.
-        kept = [row.checkpoint, *(name for name in names if name < row.checkpoint)][
+        retained = [row.checkpoint, *(name for name in names if name < row.checkpoint)][
             :max_checkpoints
         ]
-        gone = [name for name in names if name not in kept]
-        if not gone:
+        removed = [name for name in names if name not in retained]
+        if not removed:
             return
         needed = {str(digest) for _, digest in bundle_files.read_file_list(row.document).values()}
-        for name in kept:
+        for name in retained:
             needed |= set(copy.read_document(f"{place}/{name}.json")["files"].values())
-        copy.remove_files(f"{place}/{name}.json" for name in gone)
+        copy.remove_files(f"{place}/{name}.json" for name in removed)
         unneeded = sorted(copy.list_file_digests(row.id) - needed)
         copy.remove_files(f"{job_folder(row.id)}/files/{digest}" for digest in unneeded)
 
@@ -252,9 +257,9 @@ class DurableCopier:
 
     async def _warn_when_stalled(self) -> None:
         """Report an error if no file was copied for long: a hanging URL raises none."""
-        seen = -1
-        while seen != self.bytes:
-            seen = self.bytes
+        last_bytes = -1
+        while last_bytes != self.bytes:
+            last_bytes = self.bytes
             await self._mesh.clock.sleep(STALL_WARNING_S)
         error = MeshError(
             f"no byte has been copied for {STALL_WARNING_S / 60:g} minutes, and no error was "
@@ -274,8 +279,8 @@ async def append_event_with_retry(mesh: Mesh, kind: str, fields: dict[str, Any])
 
 def _read_copied_state(copy: DurableCopy, job: str) -> tuple[_CopiedState, float]:
     try:
-        told = copy.read_document(f"{job_folder(job)}/standing.json")
-        at = float(told.pop("at"))
-        return replace(_CopiedState(), **told), at
+        fields = copy.read_document(f"{job_folder(job)}/standing.json")
+        at = float(fields.pop("at"))
+        return replace(_CopiedState(), **fields), at
     except (CorruptData, NotFound, KeyError, TypeError):
         return _CopiedState(), 0.0

@@ -102,10 +102,10 @@ def write_model_files(data: JobData, version: StoredVersion, out: Path, final_pa
         if (
             about.is_file() and (out / BASE_FOLDER).is_dir()
         ):  # it names the model that it belongs to
-            told = json.loads(about.read_text()) | {
+            adapter_config = json.loads(about.read_text()) | {
                 "base_model_name_or_path": str(final_path / BASE_FOLDER)
             }
-            about.write_text(json.dumps(told, indent=2) + "\n")
+            about.write_text(json.dumps(adapter_config, indent=2) + "\n")
     else:
         write_version(data, load_model_config(data), tensors, out, final_path)
 
@@ -114,10 +114,10 @@ def _find_valid_checkpoint(
     version: StoredVersion, candidates: list[CheckpointManifest]
 ) -> Path | None:
     """Return the directory of the version's checkpoint if all its files are valid."""
-    for path, held in reversed(candidates):
-        if held["weights"] == version.manifest_digest:
+    for path, manifest in reversed(candidates):
+        if manifest["weights"] == version.manifest_digest:
             with suppress(CorruptData):
-                check_files(path.with_suffix(""), held["files"], "")
+                check_files(path.with_suffix(""), manifest["files"], "")
                 return path.with_suffix("")
     return None
 
@@ -165,9 +165,9 @@ def make_scratch_path(out: Path) -> Path:
 
 def _export_atomically(data: JobData, version: StoredVersion, out: Path) -> None:
     place = out.resolve()  # the target of a symbolic link
-    with scratch_directory(make_scratch_path(place), place) as made:
-        write_export(data, version, made, out)
-        replace_directory(made, place)
+    with scratch_directory(make_scratch_path(place), place) as scratch:
+        write_export(data, version, scratch, out)
+        replace_directory(scratch, place)
 
 
 def write_export(data: JobData, version: StoredVersion, directory: Path, final_path: Path) -> None:
@@ -188,12 +188,12 @@ def main() -> None:
     parser.add_argument("--step", type=int)
     parser.add_argument("--best", action="store_true")
     arguments = parser.parse_args()
-    asked = arguments.step, arguments.best
+    selection = arguments.step, arguments.best
     try:
         if arguments.below is not None:
-            print(export_below(arguments.run, arguments.below, *asked))
+            print(export_below(arguments.run, arguments.below, *selection))
             return
-        version = export_selected(arguments.run, arguments.out, *asked)
+        version = export_selected(arguments.run, arguments.out, *selection)
     except MeshError as error:
         sys.exit(escape_controls(f"error: {error}"))
     print(f"step {version.step}: {arguments.out}")

@@ -101,16 +101,16 @@ class SharedTasks:
         progress, clock = TaskProgress(), self._mesh.clock
         run = self._mesh.host.run_blocking(work, progress, deadline_s=MAX_TASK_S)
         running = asyncio.ensure_future(run)
-        seen, since = 0, clock.monotonic()
+        last_bytes, since = 0, clock.monotonic()
         try:
             while not running.done():
                 await asyncio.wait([running], timeout=min(POLL_S, self._stall_s))
-                if progress.moved_bytes != seen:
-                    seen, since = progress.moved_bytes, clock.monotonic()
+                if progress.moved_bytes != last_bytes:
+                    last_bytes, since = progress.moved_bytes, clock.monotonic()
                 elif not running.done() and clock.monotonic() - since >= self._stall_s:
                     raise MeshError(
                         f"{description} has made no progress for {self._stall_s:g} s, after "
-                        f"{seen} bytes",
+                        f"{last_bytes} bytes",
                         where=self._mesh.name,
                         fix="Check whether the disk of the run host responds",
                     )
@@ -209,5 +209,5 @@ def remove_unfinished_checkpoints(
         # Scratch directories have a dot in their name; no commit has named them or newer ones.
         if "." in path.name or path.name > committed:
             shutil.rmtree(path, ignore_errors=True)
-        elif (kept := quarantine_checkpoint(manifest)) is not None:
-            on_quarantine(manifest, kept)
+        elif (quarantined_path := quarantine_checkpoint(manifest)) is not None:
+            on_quarantine(manifest, quarantined_path)

@@ -106,14 +106,14 @@ class WeightStore(DeltaActor):
         )
 
     def stats(self) -> dict[str, Any]:
-        held = {"manifests": len(self._manifest_cache), "sweeps": self.sweeper.sweep_count}
-        held |= self._tracker.stats()
-        return held | self.sweeper.quotas.stats() | self.delta_registry.stats()
+        fields = {"manifests": len(self._manifest_cache), "sweeps": self.sweeper.sweep_count}
+        fields |= self._tracker.stats()
+        return fields | self.sweeper.quotas.stats() | self.delta_registry.stats()
 
     async def start(self) -> None:
         for lost in await self.job_records.load():
             then = "rebuilt from Redis and the checkpoints; until then no chunk is removed"
-            told = corruption.make_event_fields(
+            fields = corruption.make_event_fields(
                 "versions",
                 lost.path,
                 lost.reason,
@@ -121,7 +121,7 @@ class WeightStore(DeltaActor):
                 job=lost.job,
                 quarantined_path=lost.quarantined_path,
             )
-            await self._pending_events.publish(told)
+            await self._pending_events.publish(fields)
 
     async def stop(self) -> None:
         await self._shared_tasks.stop()
@@ -227,19 +227,24 @@ class WeightStore(DeltaActor):
 
     async def _verify_chunk(self, chunks: ChunkStore, digest: str, kind: str, job: str) -> bool:
         def verify_and_report() -> bool:
-            whole, aside = chunks.verify_or_quarantine(digest)
-            if aside is not None:
+            is_valid, quarantined_path = chunks.verify_or_quarantine(digest)
+            if quarantined_path is not None:
                 path, then = chunks.chunk_path(digest), RECOVERY_BY_KIND[kind]
                 self._pending_events.add(
                     corruption.make_event_fields(
-                        kind, path, CORRUPTION_REASON, then, job=job, quarantined_path=aside
+                        kind,
+                        path,
+                        CORRUPTION_REASON,
+                        then,
+                        job=job,
+                        quarantined_path=quarantined_path,
                     )
                 )
-            return whole
+            return is_valid
 
-        whole = await self.mesh.host.run_blocking(verify_and_report, deadline_s=IO_TIMEOUT_S)
+        is_valid = await self.mesh.host.run_blocking(verify_and_report, deadline_s=IO_TIMEOUT_S)
         await self._pending_events.publish_all()
-        return whole
+        return is_valid
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -271,9 +276,9 @@ class WeightStore(DeltaActor):
         """Mark the base of adapters as written, except the tensors that they replace."""
         if manifest.base is None:
             return
-        whole = merge_base(manifest, await self._read_manifest(manifest.base.manifest))
+        merged = merge_base(manifest, await self._read_manifest(manifest.base.manifest))
         await self._mark_manifest_written(manifest.base.manifest)
-        shared = whole.tensors[: len(whole.tensors) - len(manifest.tensors)]
+        shared = merged.tensors[: len(merged.tensors) - len(manifest.tensors)]
         others = replace(manifest, tensors=shared)
         await self.mesh.host.run_blocking(
             self._mark_chunks_written, others, deadline_s=IO_TIMEOUT_S
@@ -321,16 +326,16 @@ class WeightStore(DeltaActor):
         path = _checkpoint_path(await jobs.read_job(self.mesh.state, request.job), request.name)
 
         def put_aside() -> Path | None:
-            aside = quarantine_checkpoint(path)
-            if aside is not None:
+            quarantined_path = quarantine_checkpoint(path)
+            if quarantined_path is not None:
                 self._pending_events.add(
-                    {**request.event_fields, "aside": str(aside)}, request.op_id
+                    {**request.event_fields, "aside": str(quarantined_path)}, request.op_id
                 )
-            return aside
+            return quarantined_path
 
-        aside = await self._run_on_run_host(put_aside)
+        quarantined_path = await self._run_on_run_host(put_aside)
         await self._pending_events.publish_all()
-        return str(aside or "")
+        return str(quarantined_path or "")
 
     @call(Weights.remove_unfinished_checkpoints)
     async def remove_unfinished_checkpoints(self, request: UnfinishedCheckpoints) -> None:
@@ -405,8 +410,8 @@ class WeightStore(DeltaActor):
     @call(Weights.load_checkpoint)
     async def load_checkpoint(self, request: CheckpointName) -> Checkpoint:
         path = _checkpoint_path(await jobs.read_job(self.mesh.state, request.job), request.name)
-        held = await self.mesh.host.run_blocking(read_manifest, path, deadline_s=IO_TIMEOUT_S)
-        return Checkpoint(**held)
+        document = await self.mesh.host.run_blocking(read_manifest, path, deadline_s=IO_TIMEOUT_S)
+        return Checkpoint(**document)
 
 
 def _checkpoint_path(row: jobs.JobRow, name: str) -> Path:

@@ -55,18 +55,20 @@ class VersionCopier:
         self.copied_count = 0
 
     def stats(self) -> dict[str, Any]:
-        told = []
-        for job, troubles in sorted(self._failures.items()):
+        summaries = []
+        for job, failures in sorted(self._failures.items()):
             whys = [
-                f"version {trouble.version_name}: {trouble.error}" for trouble in troubles.values()
+                f"version {failure.version_name}: {failure.error}" for failure in failures.values()
             ]
             more = (
                 [f"and {len(whys) - MAX_SHOWN_FAILURES} more"]
                 if len(whys) > MAX_SHOWN_FAILURES
                 else []
             )
-            told += [f"{job}: {', '.join([*whys[:MAX_SHOWN_FAILURES], *more])}"] if whys else []
-        return {"versions_copied": self.copied_count, "copies_trouble": "; ".join(told)}
+            summaries += (
+                [f"{job}: {', '.join([*whys[:MAX_SHOWN_FAILURES], *more])}"] if whys else []
+            )
+        return {"versions_copied": self.copied_count, "copies_trouble": "; ".join(summaries)}
 
     async def run(self) -> None:
         while True:
@@ -81,9 +83,9 @@ class VersionCopier:
 
     async def _copy_missing(self, row: jobs.JobRow) -> None:
         place = row.document.get("weights", {}).get("copies", "")
-        troubles = self._failures.setdefault(row.id, {})
+        failures = self._failures.setdefault(row.id, {})
         if not place:
-            troubles.clear()
+            failures.clear()
             return
         there = self._copied_manifests.setdefault((row.run_dir, place), set())
         try:
@@ -94,21 +96,23 @@ class VersionCopier:
         except (MeshError, OSError) as error:
             self._mesh.telemetry.log.warning("copies", job=row.id, error=str(error))
             return
-        current, asked = VersionNumber(row.lineage, row.version), row.document["weights"]
-        kept = find_requested(self._records.get_or_create(row.id).versions, current, asked)
+        current, weights_settings = VersionNumber(row.lineage, row.version), row.document["weights"]
+        retained = find_requested(
+            self._records.get_or_create(row.id).versions, current, weights_settings
+        )
         # Versions that only a user or a better version removes, and the last one of a finished job.
-        lacking = {manifest for manifest, key in kept.items() if key == "keep_every"}
+        lacking = {manifest for manifest, key in retained.items() if key == "keep_every"}
         lacking |= {manifest for manifest, pin in pinned.items() if pin.run == row.run_dir}
         lacking |= {row.best_manifest} | ({row.manifest} if row.is_terminal else set())
         lacking -= there | {""}
-        for manifest in troubles.keys() - lacking:
-            del troubles[manifest]  # it will be deleted
+        for manifest in failures.keys() - lacking:
+            del failures[manifest]  # it will be deleted
         now = self._mesh.clock.monotonic()
-        due = {m for m in lacking if m not in troubles or now >= troubles[m].retry_at}
+        due = {m for m in lacking if m not in failures or now >= failures[m].retry_at}
         if due:
             # Failed ones come last: one that crashes its process delays no other.
             await self._copy_versions(
-                row, place, sorted(due, key=lambda m: (m in troubles, m)), there
+                row, place, sorted(due, key=lambda m: (m in failures, m)), there
             )
 
     async def _copy_versions(
@@ -129,14 +133,14 @@ class VersionCopier:
             ]
             logs = Path(self._mesh.settings.run_root) / "mesh" / "logs"
             words += ["--", row.run_dir, *manifests]
-            said = await run_for_lines(
+            output = await run_for_lines(
                 self._mesh.host, words, f"copies/{row.id}", logs, COPY_TIMEOUT_S
             )
-            told = parse_outcomes(said[0], manifests, has_exited=said[1])
+            outcomes = parse_outcomes(output[0], manifests, has_exited=output[1])
         except (MeshError, OSError) as error:  # nothing can be copied at the moment
-            told = {manifest: error for manifest in manifests}
+            outcomes = {manifest: error for manifest in manifests}
         took_s = round(self._mesh.clock.monotonic() - began, 3)
-        for manifest, outcome in told.items():
+        for manifest, outcome in outcomes.items():
             if not isinstance(outcome, dict):
                 await self._record_failure(row, target_url, manifest, outcome)
                 continue
@@ -150,20 +154,20 @@ class VersionCopier:
     async def _record_failure(
         self, row: jobs.JobRow, target_url: str, manifest: str, error: MeshError | OSError
     ) -> None:
-        troubles, now = self._failures[row.id], self._mesh.clock.monotonic()
+        failures, now = self._failures[row.id], self._mesh.clock.monotonic()
         number = self._records.get_or_create(row.id).versions.get(manifest)
         name = f"{number.lineage}/{number.version}" if number else manifest
-        known = {trouble.error for trouble in troubles.values()}
-        before = troubles.get(manifest)
+        known = {failure.error for failure in failures.values()}
+        before = failures.get(manifest)
         again_s = RETRY_S if before is None else min(2 * before.retry_s, MAX_RETRY_S)
-        troubles[manifest] = _CopyFailure(now + again_s, again_s, name, str(error))
+        failures[manifest] = _CopyFailure(now + again_s, again_s, name, str(error))
         if str(error) in known:
             return
         log = self._mesh.telemetry.log
         log.error("a version could not be copied", job=row.id, version=name, error=str(error))
-        told = {"job": row.id, "version": name, "manifest": manifest, "error": str(error)}
-        told |= {"url": redact_url(target_url)}
-        await append_event_with_retry(self._mesh, "version_copy_failed", told)
+        fields = {"job": row.id, "version": name, "manifest": manifest, "error": str(error)}
+        fields |= {"url": redact_url(target_url)}
+        await append_event_with_retry(self._mesh, "version_copy_failed", fields)
 
 
 def parse_outcomes(
@@ -178,15 +182,15 @@ def parse_outcomes(
     last: dict[str, Any] = {}
     for text in lines:
         try:
-            told = json.loads(text)
+            fields = json.loads(text)
         except ValueError:
             continue  # other output, of a library
-        if not isinstance(told, dict):
+        if not isinstance(fields, dict):
             continue
-        last = told
-        if "manifest" in told:
-            error = told.get("error")
-            found[told["manifest"]] = from_wire(**error) if error else told["copied"]
+        last = fields
+        if "manifest" in fields:
+            error = fields.get("error")
+            found[fields["manifest"]] = from_wire(**error) if error else fields["copied"]
     if "manifest" not in last and (error := last.get("error")):
         raise from_wire(**error)
     if untold := [manifest for manifest in manifests if manifest not in found]:

@@ -104,8 +104,8 @@ def _run_seeds(
         there = [name for name, arm in arms.items() if arm.table.ratio or name == last]
         ran = {name: run_arm(arms[name], path.parent, known) for name in there}
         figures = {name: one.figures for name, one in ran.items()}
-        told = compute_ratios(figures, {}, {name: arms[name].table.ratio for name in there})
-        for name, value in told.items():
+        ratios = compute_ratios(figures, {}, {name: arms[name].table.ratio for name in there})
+        for name, value in ratios.items():
             assert isinstance(value, float)
             found.setdefault(name, []).append(value)
     return found
@@ -158,8 +158,8 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
         ran = {name: run_arm(arm, path.parent, known) for name, arm in arms.items()}
         figures = {name: one.figures for name, one in ran.items()}
         papers = {name: one.arm.paper for name, one in ran.items()}
-        told = format_table(figures, papers)
-        print(told)
+        table = format_table(figures, papers)
+        print(table)
         for name, one in ran.items():
             if one.best_settings:
                 print(f"{name}: {one.best_settings}")
@@ -167,14 +167,14 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
                 if not job.training.is_finished:
                     spec, until_s = job.spec, one.cluster.event_queue.now_s
                     why = one.cluster.get_block_reason(spec.name) or f"until_s is {until_s:.0f}"
-                    made = f"{spec.name} completed {job.training.version} of {spec.steps} steps"
-                    print(f"{name}: {made}: {why}", file=sys.stderr)
+                    progress = f"{spec.name} completed {job.training.version} of {spec.steps} steps"
+                    print(f"{name}: {progress}: {why}", file=sys.stderr)
         scenario = next(iter(next(iter(arms.values())).scenarios.values()))
         for source in scenario.sources:
             print(f"- {source}")
         if args.out is not None:
             clusters = {name: one.cluster for name, one in ran.items()}
-            for drawn in write_figures(scenario.title or path.stem, told, clusters, args.out):
+            for drawn in write_figures(scenario.title or path.stem, table, clusters, args.out):
                 print(drawn)
         several = scenario.seeds > 1 and not args.what_if
         ratios_of = _run_seeds(path, args.set, scenario, known) if several else {}
@@ -183,13 +183,13 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
         return 2
     for name, values in ratios_of.items():
         print(f"{name}: {values}")
-    held: dict[str, float] = {}
+    run_figures: dict[str, float] = {}
     if measured is not None:
         (first,) = next(iter(figures.values())).values()
         off = first.step_s / measured.step_s - 1
         about = f"measured run: {measured.step_s:.4g} s/step"
         print(f"{about}; error of its simulation: {off:+.1%}")
-        held = {"run_step_s": round(measured.step_s, 4), "run_error": round(off, 4)}
+        run_figures = {"run_step_s": round(measured.step_s, 4), "run_error": round(off, 4)}
     ratios = {name: one.arm.ratio for name, one in ran.items()}
     cpu = {f"{name.replace(' ', '_')}_cpu_s": round(one.cpu_s, 2) for name, one in ran.items()}
     medians: dict[str, float | list[float]] = {}
@@ -202,7 +202,7 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
             | cpu
             | compute_ratios(figures, papers, ratios)
             | medians
-            | held
+            | run_figures
             | total
         )
     )

@@ -96,9 +96,9 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
             parse_training_speed(job.emulate_training), job.bin_tokens or UNBOUNDED_BIN_TOKENS
         )
     else:
-        asked = _build_query(job, shape, hosts, workload)
+        query = _build_query(job, shape, hosts, workload)
         if job.plan:
-            found = search_layout(asked, job.plan == "uniform")
+            found = search_layout(query, job.plan == "uniform")
             stays = (
                 job.plan == "uniform" and not job.planner.moves
             )  # a single degree stays the only one
@@ -109,7 +109,7 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
                 found.tensor_parallel_sizes,
             )
         else:
-            trains = ModelTraining(shape, _get_accelerator(kind), search_training_layout(asked))
+            trains = ModelTraining(shape, _get_accelerator(kind), search_training_layout(query))
     allowed = tuple(sorted(set(job.degrees)))
 
     @cache

@@ -28,10 +28,10 @@ class JobFigures:
 
 
 def compute_figures(cluster: SimCluster, job: SimJob) -> JobFigures:
-    training, ended = job.training, job.training.step_ends_s
+    training, step_ends_s = job.training, job.training.step_ends_s
     began_s = job.training_started_s or 0.0
-    rl_s = ended[-1] - began_s if ended else cluster.event_queue.now_s - began_s
-    steps_s = [b - a for a, b in pairwise([began_s, *ended])]
+    rl_s = step_ends_s[-1] - began_s if step_ends_s else cluster.event_queue.now_s - began_s
+    steps_s = [b - a for a, b in pairwise([began_s, *step_ends_s])]
     name, over_s = job.spec.name, max(rl_s, 1e-9)
     busy = [e.busy_s / max(e.uptime_s, 1e-9) for e in job.engines]
     judged = [one for one in cluster.judged_moves if one.job == name]
@@ -56,8 +56,8 @@ def format_table(
     and the published one if there is any.
     """
     heads = ("arm", "job", "steps", "s/step", "tokens/s", "trained/s", "busy", "moves", "faster")
-    said = any(published.values())
-    rows: list[tuple[str, ...]] = [(*heads, "paper") if said else heads]
+    has_published = any(published.values())
+    rows: list[tuple[str, ...]] = [(*heads, "paper") if has_published else heads]
     for arm, jobs in arms.items():
         for name, f in jobs.items():
             row = (
@@ -72,7 +72,7 @@ def format_table(
                 f"{compute_speedup(arms, arm, name):.3f}",
             )
             paper = published.get(arm, 0.0)
-            rows.append((*row, f"{paper:.2f}" if paper else "") if said else row)
+            rows.append((*row, f"{paper:.2f}" if paper else "") if has_published else row)
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     lines = (
         "  ".join(
@@ -117,11 +117,13 @@ def compute_ratios(
         return next(iter(arms[arm].values())).trained_per_s
 
     found: dict[str, float | list[float]] = {}
-    rungs = {arm: said for arm, said in published.items() if said}
+    rungs = {arm: speedup for arm, speedup in published.items() if speedup}
     if rungs:
         base = trained(next(iter(rungs)))
         ladder = [round(trained(arm) / base, 4) if base else 0.0 for arm in rungs]
-        off = max(abs(here / said - 1) for here, said in zip(ladder, rungs.values(), strict=True))
+        off = max(
+            abs(here / speedup - 1) for here, speedup in zip(ladder, rungs.values(), strict=True)
+        )
         found = {
             "ladder": ladder,
             "ladder_paper": list(rungs.values()),

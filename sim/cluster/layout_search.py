@@ -116,9 +116,9 @@ def _sample_length_groups(query: LayoutQuery) -> list[LengthGroup]:
 
 
 def _build_length_group(script: TrajectoryScript, requests: int) -> LengthGroup:
-    context, held, prompts, generated = script.prompt_tokens, 0.0, script.prompt_tokens, 0.0
+    context, context_sum, prompts, generated = script.prompt_tokens, 0.0, script.prompt_tokens, 0.0
     for n, turn in enumerate(script.turns):
-        held += turn.tokens * (context + turn.tokens / 2)
+        context_sum += turn.tokens * (context + turn.tokens / 2)
         context += turn.tokens
         generated += turn.tokens
         if n + 1 < len(script.turns):
@@ -129,7 +129,7 @@ def _build_length_group(script: TrajectoryScript, requests: int) -> LengthGroup:
         requests,
         requests * prompts,
         requests * generated,
-        requests * held,
+        requests * context_sum,
         generated,
         context,
         prompts,
@@ -148,8 +148,8 @@ def _fill_idle_workers(
     for gang in plan.gangs:
         used[gang.place] += gang.degree
     for node in nodes:
-        left = node.free_accelerators - used[node.place]
+        idle_count = node.free_accelerators - used[node.place]
         for degree in sorted(degrees, reverse=True):
-            found += [degree] * (left // degree)
-            left %= degree
+            found += [degree] * (idle_count // degree)
+            idle_count %= degree
     return tuple(sorted(found, reverse=True))

@@ -228,13 +228,13 @@ class SimulatedEngine(WithoutCacheTransfer):
 
     def abort(self, ids: Iterable[int]) -> None:
         self._advance()
-        gone = set(ids)
-        waiting = [request.id for request in self._queue if request.id in gone]
-        self._queue = deque(request for request in self._queue if request.id not in gone)
+        aborted_ids = set(ids)
+        waiting = [request.id for request in self._queue if request.id in aborted_ids]
+        self._queue = deque(request for request in self._queue if request.id not in aborted_ids)
         self._finished_outputs += [
             _make_empty_output(request_id, FinishReason.ABORTED) for request_id in waiting
         ]
-        for request_id in [i for i in self._slots.slot_of if i in gone]:
+        for request_id in [i for i in self._slots.slot_of if i in aborted_ids]:
             self._finish_request(self._slots.slot_of[request_id], FinishReason.ABORTED)
         self._fill_slots(self._now_s)
 
@@ -411,14 +411,14 @@ class SimulatedEngine(WithoutCacheTransfer):
             versions[(adapters == adapter) & (places < until[rows])] = version
         slots.flushed_tokens[slot_ids] = slots.produced_tokens[slot_ids]
         logprobs = np.full(total, self._logprob, np.float32)
-        asked = slots.wants_raw_logprobs[rows]
+        wants_raw = slots.wants_raw_logprobs[rows]
         nan = np.float32(np.nan)
         return EngineOutput(
             ids=slots.request_ids[slot_ids],
             counts=counts.astype(np.int32),
             tokens=slots.draw_tokens(rows, places).astype(np.int32),
             logprobs=logprobs,
-            raw_logprobs=np.where(asked, logprobs, nan) if asked.any() else NO_FLOATS,
+            raw_logprobs=np.where(wants_raw, logprobs, nan) if wants_raw.any() else NO_FLOATS,
             versions=versions,
             finish_reasons=np.full(len(slot_ids), FinishReason.RUNNING, np.int8),
         )
@@ -428,12 +428,12 @@ class SimulatedEngine(WithoutCacheTransfer):
         rest = None
         if self._slots.produced_tokens[slot] > self._slots.flushed_tokens[slot]:
             rest = self._collect_output(np.array([slot]))
-        asked = bool(self._slots.wants_raw_logprobs[slot])
+        wants_raw = bool(self._slots.wants_raw_logprobs[slot])
         request = self._slots.clear(slot)
         if rest is None:
             self._finished_outputs.append(_make_empty_output(request.id, finish_reason))
             return
-        unmodified = rest.raw_logprobs if asked else None
+        unmodified = rest.raw_logprobs if wants_raw else None
         piece = RequestOutput(
             request.id, rest.tokens, rest.logprobs, rest.versions, finish_reason, unmodified
         )

@@ -90,8 +90,8 @@ def _read_events(result: EmulatedRun, events: list[Event]) -> None:
         began_s, result.rl_s = find_training_start_ms(events) / 1e3, compute_rl_s(events)
         result.steps_s = [round(then - now, 3) for now, then in pairwise(commits)]
     for event in events:
-        told = event.fields | {"at_s": round(event.ms / 1e3 - began_s, 3)}
-        if event.kind == "move" and told.get("policy") in SPEEDUP_RULES:
-            result.moves.append(told)
+        fields = event.fields | {"at_s": round(event.ms / 1e3 - began_s, 3)}
+        if event.kind == "move" and fields.get("policy") in SPEEDUP_RULES:
+            result.moves.append(fields)
         elif event.kind == "move_judged":
-            result.judged_moves.append(told)
+            result.judged_moves.append(fields)

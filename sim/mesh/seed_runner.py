@@ -185,7 +185,7 @@ async def _run_scenario(
 ) -> None:
     random = Random(plan.seed)
     world = VirtualMesh(loop, random, root, record, plan.size)
-    loop.set_exception_handler(lambda _, told: _record_unhandled(world, told))
+    loop.set_exception_handler(lambda _, details: _record_unhandled(world, details))
     witnesses = [
         StateObserver(world.redis, run_dir, job) for job, run_dir in world.run_dirs.items()
     ]
@@ -198,10 +198,14 @@ async def _run_scenario(
     over = await _wait_until_over(world, bound)
     late_s = 0.0 if over else loop.now_s - bound + 1.0
     await world.clock.sleep(DRAIN_S)
-    left = await _stop_mesh(world)
+    leftovers = await _stop_mesh(world)
     found = [witness.read_final_state() for witness in witnesses]
     for facts in found:
-        facts.leftovers, facts.finished_late_s, facts.errors = left, late_s, world.machine.failures
+        facts.leftovers, facts.finished_late_s, facts.errors = (
+            leftovers,
+            late_s,
+            world.machine.failures,
+        )
         facts.corruptions, facts.lost_files = faults.corruptor.corruptions, world.lost_files
         facts.start_error = world.start_error
         facts.replaced_files = {d.path for d in facts.corruptions if d.is_replaced(root)}
@@ -211,13 +215,13 @@ async def _run_scenario(
     )
     several = len(found) > 1
     outcome.violations = [
-        f"{facts.name}: {told}" if several else told
+        f"{facts.name}: {details}" if several else details
         for facts in found
-        for told in invariants.check_invariants(facts, terms)
+        for details in invariants.check_invariants(facts, terms)
     ]
     for facts in found:
-        for kind, told in facts.events:
-            world.record.log_event(f"event {kind} {told}")
+        for kind, details in facts.events:
+            world.record.log_event(f"event {kind} {details}")
     outcome.version = min(int(facts.job_row.get("version", -1)) for facts in found)
     outcome.lineage = max(int(facts.job_row.get("lineage", 0)) for facts in found)
     outcome.faults = faults.counts
@@ -243,12 +247,12 @@ async def _stop_mesh(mesh: VirtualMesh) -> list[str]:
             str(error),
             *(f"{process.label} is still running" for process in mesh.machine.live_processes),
         ]
-    left = [f"{process.label} is still running" for process in mesh.machine.live_processes]
-    left += [f"{address} is still on the network" for address in mesh.network.addresses]
-    left += [f"{path} is still open" for path in mesh.machine.list_unclosed_files()]
+    leftovers = [f"{process.label} is still running" for process in mesh.machine.live_processes]
+    leftovers += [f"{address} is still on the network" for address in mesh.network.addresses]
+    leftovers += [f"{path} is still open" for path in mesh.machine.list_unclosed_files()]
     dead = {*mesh.machine.dead_tasks, asyncio.current_task()}
     tasks = [task for task in asyncio.all_tasks() if task not in dead]
-    return left + [
+    return leftovers + [
         f"task {task.get_name()} is still running: {describe_coroutine(task)}" for task in tasks
     ]
 

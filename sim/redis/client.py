@@ -57,8 +57,8 @@ def _execute(server: SimulatedRedisServer, words: tuple[Any, ...]) -> Any:
     reply = server.execute(
         tuple([word if type(word) is str else _encode_argument(word) for word in words])
     )
-    made = REPLY_CONVERTERS.get(words[0])
-    return reply if made is None else made(reply)
+    converter = REPLY_CONVERTERS.get(words[0])
+    return reply if converter is None else converter(reply)
 
 
 def _execute_with_faults(

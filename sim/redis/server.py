@@ -146,6 +146,6 @@ def _load_server_factory() -> Callable[..., tuple[Callable[..., Any], Callable[[
     parts = lua.table()
     for part in LUA_MODULES:
         source = (LUA_DIR / f"{part}.lua").read_text()
-        made = lua.execute(source, parts, _compute_sha1, name=f"@simulated/{part}.lua")
-    found: Callable[..., tuple[Callable[..., Any], Callable[[], Any]]] = made
+        module = lua.execute(source, parts, _compute_sha1, name=f"@simulated/{part}.lua")
+    found: Callable[..., tuple[Callable[..., Any], Callable[[], Any]]] = module
     return found

@@ -92,8 +92,8 @@ def _iterate_pipeline_step_s(
             for last in (0, 1):
                 slowest = max(-(-parts[i] // stages[i]) * each[i] for i in (0, 1))
                 end = parts[last] // stages[last] * each[last] + heads[last]
-                whole = parts[0] * each[0] + parts[1] * each[1] + heads[last]
-                yield whole + (micros - 1) * max(slowest, end) + shared
+                total_s = parts[0] * each[0] + parts[1] * each[1] + heads[last]
+                yield total_s + (micros - 1) * max(slowest, end) + shared
 
 
 def _get_kinds(profile: MixtureProfile) -> tuple[AcceleratorCosts, AcceleratorCosts]:

@@ -44,14 +44,14 @@ def generate_orders(
     ]
 
     def merged(at: tuple[int, ...]) -> Iterator[tuple[ScheduledTask, ...]]:
-        ended = True
+        is_complete = True
         for micro, queue in enumerate(queues):
             if at[micro] < len(queue):
-                ended = False
+                is_complete = False
                 after = (*at[:micro], at[micro] + 1, *at[micro + 1 :])
                 for rest in merged(after):
                     yield (queue[at[micro]], *rest)
-        if ended:
+        if is_complete:
             yield ()
 
     return merged((0,) * micro_batches)

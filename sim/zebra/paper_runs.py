@@ -85,7 +85,7 @@ def find_best_shape(
     """
     each = sum(lengths.values()) // fast
     even = [micros for micros in range(1, each + 1) if not each % micros]
-    whole = [
+    even_shapes = [
         (groups, RankCounts(fast // groups, slow // groups), micros)
         for groups in range(1, min(fast, slow) + 1)
         if not fast % groups and not slow % groups
@@ -98,7 +98,7 @@ def find_best_shape(
         for experts in range(1, slow // groups + 1)
         for micros in MICROS
     )
-    ways: tuple[Iterable[tuple[int, RankCounts, int]], ...] = whole, others
+    ways: tuple[Iterable[tuple[int, RankCounts, int]], ...] = even_shapes, others
     for some in ways:
         shapes = (
             evaluate_shape(profile, lengths, groups, ranks, micros)

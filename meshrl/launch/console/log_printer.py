@@ -50,8 +50,10 @@ class LogLineParser:
         """Yield the objects that are complete. `timestamp`: for a line without one, in ISO 8601."""
         if (found := _parse_object(line)) is not None:
             yield from self.flush(timestamp)
-            said = {key: str(found[key]) for key in ("service", "job") if found.get(key)}
-            self._source_fields = said if "service" in said else self._source_fields
+            source_fields = {key: str(found[key]) for key in ("service", "job") if found.get(key)}
+            self._source_fields = (
+                source_fields if "service" in source_fields else self._source_fields
+            )
             yield self._format_object(found, timestamp)
             return
         indented = line[:1] in (" ", "\t")
@@ -68,15 +70,15 @@ class LogLineParser:
 
     def flush(self, timestamp: str) -> Iterator[str]:
         """Yield the retained lines as an object, as no line continued them."""
-        held, self._pending_lines, self._pending_chars = self._pending_lines, [], 0
+        lines, self._pending_lines, self._pending_chars = self._pending_lines, [], 0
         traceback, self._in_traceback = self._in_traceback, False
-        if held:
-            level = "error" if traceback else _detect_level(held[0])
-            yield self._format_object({"event": "\n".join(held), "level": level}, timestamp)
+        if lines:
+            level = "error" if traceback else _detect_level(lines[0])
+            yield self._format_object({"event": "\n".join(lines), "level": level}, timestamp)
 
     def _format_object(self, fields: dict[str, Any], timestamp: str) -> str:
-        whole = {"event": "", "level": "info", "timestamp": timestamp}
-        return json.dumps(self._source_fields | whole | fields)
+        defaults = {"event": "", "level": "info", "timestamp": timestamp}
+        return json.dumps(self._source_fields | defaults | fields)
 
 
 def _parse_object(line: str) -> dict[str, Any] | None:
@@ -94,8 +96,8 @@ def _parse_object(line: str) -> dict[str, Any] | None:
 def _detect_level(text: str) -> str:
     if redis := REDIS_LINE.match(text):
         return REDIS_LEVELS[redis[1]]
-    said = LEVEL_PREFIX.match(text)
-    return "info" if said is None else "warning" if said[1].lower() == "warning" else "error"
+    prefix = LEVEL_PREFIX.match(text)
+    return "info" if prefix is None else "warning" if prefix[1].lower() == "warning" else "error"
 
 
 READ_BYTES = 1 << 18  # per read: a busy log does not delay the others
@@ -123,11 +125,11 @@ class LogFollower:
         """
         if part := self._read_part():
             self._last_growth_s = now_s
-            *whole, self._partial_line = (self._partial_line + part).split(b"\n")
+            *complete_lines, self._partial_line = (self._partial_line + part).split(b"\n")
             if len(self._partial_line) > MAX_LINE_BYTES:
-                whole.append(self._partial_line)
+                complete_lines.append(self._partial_line)
                 self._partial_line = b""
-            for line in whole:
+            for line in complete_lines:
                 yield from self._parser.add_line(_decode_line(line), timestamp)
             self._has_pending = True
         elif is_final or (
@@ -140,9 +142,9 @@ class LogFollower:
 
     def flush(self, timestamp: str) -> Iterator[str]:
         """Yield the content that was read and retained because it could continue."""
-        begun, self._partial_line = self._partial_line, b""
-        if begun:
-            yield from self._parser.add_line(_decode_line(begun), timestamp)
+        partial_line, self._partial_line = self._partial_line, b""
+        if partial_line:
+            yield from self._parser.add_line(_decode_line(partial_line), timestamp)
         yield from self._parser.flush(timestamp)
         self._has_pending = False
 
@@ -289,13 +291,17 @@ class LogPrinter:
         there = sorted(self._logs.glob("*.log"))
         for path in there:
             self._files.setdefault(path, LogFollower(path, 0))
-        now_s, timestamp, gone = time.monotonic(), _format_now(), self._files.keys() - there
+        now_s, timestamp, removed_paths = (
+            time.monotonic(),
+            _format_now(),
+            self._files.keys() - there,
+        )
         for path, file in list(self._files.items()):
-            if path in gone:
+            if path in removed_paths:
                 del self._files[path]
             new = (
                 file.flush(timestamp)
-                if path in gone
+                if path in removed_paths
                 else file.read_objects(now_s, timestamp, is_final)
             )
             self._print(new)
@@ -314,12 +320,12 @@ class LogPrinter:
         self._print([json.dumps(about)])
 
     def _print(self, objects: Iterable[str]) -> None:
-        left = memoryview("".join(f"{one}\n" for one in objects).encode())
+        remaining = memoryview("".join(f"{one}\n" for one in objects).encode())
         try:
-            while left and not self._is_output_closed:
+            while remaining and not self._is_output_closed:
                 select.select([], [self._output], [])  # the descriptor may be non-blocking
                 with suppress(BlockingIOError):  # non-blocking, and its buffer is full
-                    left = left[os.write(self._output, left[:WRITE_BYTES]) :]
+                    remaining = remaining[os.write(self._output, remaining[:WRITE_BYTES]) :]
         except OSError:
             self._is_output_closed = True
 

@@ -73,13 +73,13 @@ def fetch_runs(url: str, mesh_paths: MeshPaths) -> list[Path]:
         # A former head that still runs removes nothing any more.
         DurableCopy(url, durable.owner).take_over()
     path = mesh_paths.directory / RESTORED_RUNS_FILE
-    brought = read_json(path)["runs"] if path.is_file() else []  # by an interrupted attempt
-    there = {unquote(Path(one["run"]).name) for one in brought}
+    fetched_runs = read_json(path)["runs"] if path.is_file() else []  # by an interrupted attempt
+    there = {unquote(Path(one["run"]).name) for one in fetched_runs}
     for job, lineage in going_on.items():
         if job not in there:
-            brought.append({"run": str(_fetch_run(copy, job, mesh_paths)), "lineage": lineage})
-            write_json(path, {"runs": brought})
-    return [Path(one["run"]) for one in brought]
+            fetched_runs.append({"run": str(_fetch_run(copy, job, mesh_paths)), "lineage": lineage})
+            write_json(path, {"runs": fetched_runs})
+    return [Path(one["run"]) for one in fetched_runs]
 
 
 def _read_lineage(copy: DurableCopy, job: str) -> int | None:
@@ -90,15 +90,15 @@ def _read_lineage(copy: DurableCopy, job: str) -> int | None:
     except (CorruptData, NotFound) as error:
         print(f"{job} is incomplete in the copy and is skipped: {error}", flush=True)
         return None
-    ended = jobs.Phase(standing["phase"]) in jobs.TERMINAL_PHASES
-    return None if ended else int(standing["lineage"])
+    is_terminal = jobs.Phase(standing["phase"]) in jobs.TERMINAL_PHASES
+    return None if is_terminal else int(standing["lineage"])
 
 
 def _fetch_run(copy: DurableCopy, job: str, mesh_paths: MeshPaths) -> Path:
     folder = quote(job, safe="")
     run_dir = mesh_paths.root / "runs" / folder
-    held = copy.read_document(f"{job_folder(job)}/job.json")
-    document = held["document"]
+    record = copy.read_document(f"{job_folder(job)}/job.json")
+    document = record["document"]
     digest, files = str(document["bundle"]["digest"]), bundle_files.read_file_list(document)
     try:
         check_paths([folder, digest, *files])
@@ -130,9 +130,9 @@ def _fetch_checkpoint(copy: DurableCopy, job: str, directory: Path) -> None:
     for name in copy.list_checkpoints(job):
         scratch = directory / f"{name}.fetching"
         try:
-            held = copy.read_document(f"{job_folder(job)}/checkpoints/{name}.json")
-            check_paths(held["files"])
-            for path, digest in held["files"].items():
+            manifest = copy.read_document(f"{job_folder(job)}/checkpoints/{name}.json")
+            check_paths(manifest["files"])
+            for path, digest in manifest["files"].items():
                 copy.download(job, digest, scratch / path)
         except (BadMessage, CorruptData, NotFound) as error:
             print(f"{name} of {job} is unusable and is skipped: {error}", flush=True)
@@ -140,7 +140,7 @@ def _fetch_checkpoint(copy: DurableCopy, job: str, directory: Path) -> None:
             continue
         scratch.mkdir(exist_ok=True)
         install_checkpoint(scratch, directory / name)
-        (directory / f"{name}.json").write_bytes(encode_sealed(held))
+        (directory / f"{name}.json").write_bytes(encode_sealed(manifest))
         return
 
 
@@ -155,13 +155,15 @@ def make_pending_restore(mesh_paths: MeshPaths) -> Callable[[StateClient], Await
         there = {row.id for row in await jobs.read_jobs(state)}
         for one in runs:
             run_dir = Path(one["run"])
-            held = read_json(run_dir / "job.json")
-            if held["job"] in there:
+            record = read_json(run_dir / "job.json")
+            if record["job"] in there:
                 continue
-            seen = JobWatermark(lineage=int(one["lineage"]))
-            checkpoint = await restore_job(state, run_dir, held["job"], held["document"], seen)
+            watermark = JobWatermark(lineage=int(one["lineage"]))
+            checkpoint = await restore_job(
+                state, run_dir, record["job"], record["document"], watermark
+            )
             at = checkpoint.name if checkpoint is not None else "its beginning"
-            print(f"{held['job']} resumes from {at}", flush=True)
+            print(f"{record['job']} resumes from {at}", flush=True)
         path.unlink()
 
     return restore_pending

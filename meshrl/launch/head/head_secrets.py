@@ -41,9 +41,9 @@ def read_head_secrets(path: Path) -> HeadSecrets:
     """Read the secrets. Raises ConfigError if the file is invalid, or readable by others."""
     text = secret_files.read_secret(path, "secrets of a head", FILE_HINT, MAX_FILE_CHARS)
     try:
-        held = documents.decode(text.encode(), str(path))
+        document = documents.decode(text.encode(), str(path))
         found = HeadSecrets(
-            held["public"], held["secret"], [TokenRecord(**t) for t in held["tokens"]]
+            document["public"], document["secret"], [TokenRecord(**t) for t in document["tokens"]]
         )
         if KeyPair.from_secret(found.secret.encode()).public.decode() != found.public:
             raise ValueError("its keys do not form a pair")

@@ -111,9 +111,9 @@ class HostAdmission:
         look_at = 0.0
         while True:
             try:
-                for asked in await host_requests.read_pending_requests(self._state):
+                for request in await host_requests.read_pending_requests(self._state):
                     await host_requests.answer_host_request(
-                        self._state, asked.id, await self._answer_request(asked)
+                        self._state, request.id, await self._answer_request(request)
                     )
                 if self._clock.monotonic() >= look_at:
                     await self._remove_absent_hosts()

@@ -42,16 +42,19 @@ async def restore_job(
         max(watermark.lineage, read_last_lineage(run_dir)),
     )
     if checkpoint is not None:
-        held = read_manifest(checkpoint)
-        account = held["account"] | {"manifest": held["weights"], "checkpoint": checkpoint.stem}
-        account |= {key: held.get(key, "") for key in ("image", "masters")}
+        manifest = read_manifest(checkpoint)
+        account = manifest["account"] | {
+            "manifest": manifest["weights"],
+            "checkpoint": checkpoint.stem,
+        }
+        account |= {key: manifest.get(key, "") for key in ("image", "masters")}
         if (found := read_best_version(run_dir)) is not None:  # perhaps after the checkpoint
-            kept = {
+            best_fields = {
                 "best_version": found.version,
                 "best_manifest": found.manifest_digest,
                 "best_value": found.value,
             }
-            account["kept"] = account.get("kept", {}) | kept
+            account["kept"] = account.get("kept", {}) | best_fields
         await steps.restore_job(state, job, document, str(run_dir), account, lineage)
         return checkpoint
     if find_committed(run_dir) is None and (run_dir / "metrics.jsonl").is_file():
@@ -59,9 +62,9 @@ async def restore_job(
             f"{run_dir} has neither Redis data nor a checkpoint",
             fix="Run `meshrl run JOB` to start over",
         )
-    told = read_run_watermark(run_dir, job).jobs.get(job)
-    begun = watermark.has_begun or (told is not None and told.has_begun)
-    if begun or list_manifest_paths(run_dir):
+    recorded = read_run_watermark(run_dir, job).jobs.get(job)
+    has_begun = watermark.has_begun or (recorded is not None and recorded.has_begun)
+    if has_begun or list_manifest_paths(run_dir):
         await steps.restart_job(state, job, document, str(run_dir), lineage)
     else:
         await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)

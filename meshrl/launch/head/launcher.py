@@ -261,8 +261,8 @@ class Launcher(RootProcess):
     async def _publish_run_host(self) -> None:
         """Publish where the runs are stored, and how another host detects whether it sees them."""
         content = secrets.token_bytes(PROBE_BYTES)
-        made = make_home(self.settings.host, self.mesh_paths.root, content)
-        await run_host.write_run_host(self.state, made)
+        run_home = make_home(self.settings.host, self.mesh_paths.root, content)
+        await run_host.write_run_host(self.state, run_home)
         if self._head_network is None:
             await credentials.admit_only(self.state, self.settings.host)
 
@@ -338,8 +338,8 @@ async def _run_until_stopped(
 ) -> int:
     from meshrl.view.job_recorders import record_all
 
-    brought = durable_restore.make_pending_restore(launcher.mesh_paths)
-    begin = (lambda: brought(launcher.state)) if brought is not None else None
+    restore = durable_restore.make_pending_restore(launcher.mesh_paths)
+    begin = (lambda: restore(launcher.state)) if restore is not None else None
     if not await start_unless_stopped(launcher.start(begin), stop):
         return EXIT_OK
     recording = asyncio.create_task(record_all(launcher, stop))

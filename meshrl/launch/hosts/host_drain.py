@@ -33,7 +33,7 @@ async def drain_host(
     began = heard = clock.monotonic()
     until = began + timeout_s
     print_line(f"{member.host} received a stop order: it drains for up to {timeout_s:g} s")
-    drains, left, silence = False, [""], ""
+    drains, waiting_names, silence = False, [""], ""
     works = began  # when it last did its work
     async with connect_gateway(member.member_token) as line:
         while (now := clock.monotonic()) < until:
@@ -63,9 +63,9 @@ async def drain_host(
                 if drains and not found.names:
                     print_line(f"{member.host} is drained after {heard - began:.1f} s")
                     return True
-                if found.names != left:
-                    left = found.names
-                    print_line(f"{member.host} waits for {', '.join(left)} to move away")
+                if found.names != waiting_names:
+                    waiting_names = found.names
+                    print_line(f"{member.host} waits for {', '.join(waiting_names)} to move away")
             await clock.sleep(min(POLL_S, max(0.0, until - clock.monotonic())))
     print_line(
         f"{member.host} is not empty after {timeout_s:g} s: its remaining work restarts on "

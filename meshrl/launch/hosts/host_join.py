@@ -75,20 +75,20 @@ def read_join_token(source: str | None) -> AccessToken:
             "history",
             fix=f"Write it to a file (chmod 600), set ${JOIN_ENV}, or pipe it to `meshrl join -`",
         )
-    told = source or os.environ.get(JOIN_ENV, "")
-    if not told:
+    location = source or os.environ.get(JOIN_ENV, "")
+    if not location:
         raise NotFound(
             "no join token was given",
             fix="Copy mesh/join.token of the head here, or create one there with `meshrl "
             "token create --host`; then run `meshrl join FILE`",
         )
-    if told == "-":
+    if location == "-":
         return access_token.read_token(
             _require_token(sys.stdin.read(MAX_FILE_CHARS), "the standard input")
         )
-    if "://" in told:
-        return access_token.read_token(_require_token(_fetch_token(told), told))
-    return access_token.read_token(told)
+    if "://" in location:
+        return access_token.read_token(_require_token(_fetch_token(location), location))
+    return access_token.read_token(location)
 
 
 def _fetch_token(url: str) -> str:
@@ -109,9 +109,11 @@ def _fetch_token(url: str) -> str:
             content: bytes = file.read(MAX_FILE_CHARS)
             return content.decode()
     except (OSError, ValueError, ImportError, UnicodeDecodeError) as error:
-        told = Url.parse(url)
-        said = told.redact(str(error))
-        raise ConfigError(f"reading the token failed: {said}", where=told.public_url) from None
+        parsed_url = Url.parse(url)
+        message = parsed_url.redact(str(error))
+        raise ConfigError(
+            f"reading the token failed: {message}", where=parsed_url.public_url
+        ) from None
 
 
 def _require_token(text: str, source: str) -> str:
@@ -264,11 +266,11 @@ def _request_membership(
     about = (address, offer.workers, offer.accepts_standby, read_release(), offer.ephemeral)
     request = JoinHost(member.host, member.public_key, *about)
     try:
-        told = call_gateway(ticket, lambda line: line.call(Gateway.join, request))
+        answer = call_gateway(ticket, lambda line: line.call(Gateway.join, request))
     except (Refused, NotAllowed, ConfigError):
         mesh_paths.membership.unlink()
         raise
-    _write_configuration(mesh_paths, member, bind, offer, told, started_s)
+    _write_configuration(mesh_paths, member, bind, offer, answer, started_s)
     replace(member, invitation_secret="").write(mesh_paths)
 
 
@@ -315,11 +317,13 @@ def _update_addresses(
     """Apply the command's options and resolve this host's addresses again. A container has another
     address at each start.
     """
-    shape, settings, kept = apply_offer(shape, MeshSettings.from_file(mesh_paths.settings), offer)
-    if kept:
+    shape, settings, retained_options = apply_offer(
+        shape, MeshSettings.from_file(mesh_paths.settings), offer
+    )
+    if retained_options:
         print(
-            f"{member.host} keeps the options of its first join: {', '.join(kept)}. To change "
-            "them, run `meshrl leave`, then join with a new token",
+            f"{member.host} keeps the options of its first join: {', '.join(retained_options)}. To "
+            "change them, run `meshrl leave`, then join with a new token",
             flush=True,
         )
     listen, advertise = offer.listen or shape.listen, offer.advertise or settings.advertise
@@ -343,12 +347,14 @@ def _choose_bind_endpoint(token: AccessToken, listen: str, advertise: str, worke
 def _refresh_location(mesh_paths: MeshPaths, member: Membership) -> None:
     """Fetch the location of Redis, which may have changed with the head."""
     print(f"requesting the current location of Redis from the mesh at {member.address}", flush=True)
-    asked = None
+    request = None
     try:
-        told = call_gateway(member.member_token, lambda line: line.call(Gateway.whereabouts, asked))
+        redis_location = call_gateway(
+            member.member_token, lambda line: line.call(Gateway.whereabouts, request)
+        )
     except NotAllowed as error:
         raise host_launcher.make_expelled_error(member.host) from error
-    write_location(mesh_paths, told)
+    write_location(mesh_paths, redis_location)
 
 
 def write_location(mesh_paths: MeshPaths, location: RedisLocation) -> None:

@@ -150,9 +150,9 @@ class HostLauncher(RootProcess):
             back = await self._report_joined()
             self._start_task(self._watch_membership(), "watch the membership")
             if back and (member := membership.read_membership(place)) is not None:
-                told = parse_advertised_host(self.settings.advertise or self.settings.bind)
-                telling = host_drain.report_returned(member, self.clock, told)
-                self._start_task(telling, "report the return of this host")
+                address = parse_advertised_host(self.settings.advertise or self.settings.bind)
+                report = host_drain.report_returned(member, self.clock, address)
+                self._start_task(report, "report the return of this host")
             self._directory_lock.set_ready(ready=True)
         except BaseException:
             await self.stop()
@@ -238,7 +238,7 @@ class HostLauncher(RootProcess):
 
         An empty Redis admits no host until the head's launcher has run, however long that takes.
         """
-        told = False
+        was_refused = False
         while True:
             await self.clock.sleep(POLL_S)
             try:
@@ -249,11 +249,11 @@ class HostLauncher(RootProcess):
                 self.is_expelled = True
                 self._services.fail(str(make_expelled_error(self.settings.host)))
                 return
-            if refused and not told:
+            if refused and not was_refused:
                 host_drain.print_line(
                     f"Redis rejects {self.settings.host}: it waits for the head to admit it"
                 )
-            told = refused
+            was_refused = refused
 
     async def _is_removed(self) -> bool:
         """Return True if the gateway rejects this host's key, which it knows for each member."""
@@ -338,8 +338,8 @@ async def _run_until_stopped(
     try:
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([stopping, failing], return_when=asyncio.FIRST_COMPLETED)
-        told = not hosting.failed.is_set()
-        if drain_timeout_s and told:
+        stop_requested = not hosting.failed.is_set()
+        if drain_timeout_s and stop_requested:
             draining = asyncio.create_task(hosting.drain(drain_timeout_s), name="drain")
             await asyncio.wait([draining, failing], return_when=asyncio.FIRST_COMPLETED)
             draining.cancel()
@@ -349,7 +349,7 @@ async def _run_until_stopped(
         await hosting.stop()
     if hosting.failed.is_set():
         print(f"error: {hosting.failure_reason}", file=sys.stderr, flush=True)
-        if not told:
+        if not stop_requested:
             return EXIT_FATAL if hosting.is_expelled else EXIT_RETRY
     return EXIT_OK
 

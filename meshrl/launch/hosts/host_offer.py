@@ -73,14 +73,14 @@ def apply_offer(
     if offer.accepted_services is not None:
         shape = replace(shape, accepted_services=offer.accepted_services)
     shape = replace(shape, **dict(of for name, of in offer.shape_fields.items() if name in named))
-    told = dict(of for name, of in offer.settings_fields.items() if name in named)
-    settings, kept = replace(settings, **told), []
+    changed_fields = dict(of for name, of in offer.settings_fields.items() if name in named)
+    settings, retained_options = replace(settings, **changed_fields), []
     if {"workers", "no_workers"} & named and offer.workers != shape.workers:
-        kept.append(f"--workers {shape.workers}")
+        retained_options.append(f"--workers {shape.workers}")
     if "device" in named and offer.device != shape.device:
-        kept.append(f"--device {shape.device}")
+        retained_options.append(f"--device {shape.device}")
     if offer.ephemeral and not shape.ephemeral:
-        kept.append("not --ephemeral")
+        retained_options.append("not --ephemeral")
     if not offer.accepts_standby and shape.planner_name:
-        kept.append("--standby")
-    return shape, settings, kept
+        retained_options.append("--standby")
+    return shape, settings, retained_options

@@ -105,14 +105,14 @@ def _add_process_page(
 
 def _list_file_systems(paths: Iterable[Path]) -> Iterator[tuple[Path, int, int]]:
     """Yield (path, free, size) of each file system, once."""
-    seen: set[int] = set()
+    known_devices: set[int] = set()
     for path in paths:
         with suppress(OSError):  # it is not there
             device = os.stat(path).st_dev
-            if device not in seen:
+            if device not in known_devices:
                 found = os.statvfs(path)
                 yield path, disk_full.measure_free_bytes(path), found.f_blocks * found.f_frsize
-                seen.add(device)
+                known_devices.add(device)
 
 
 def _make_gauge(name: str, description: str, rows: Iterable[tuple[dict[str, str], float]]) -> Any:

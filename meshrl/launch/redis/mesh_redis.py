@@ -254,10 +254,10 @@ class MeshRedis(SupervisorHooks):
                 await self._start()
             except StateUnavailable:
                 await self._stop_server()
-                said = find_load_error(self._log, since)
-                if said:
+                load_error = find_load_error(self._log, since)
+                if load_error:
                     await self._quarantine_data(
-                        f"Redis cannot load its file: {said}", DISK_SPACE_TIMEOUT_S
+                        f"Redis cannot load its file: {load_error}", DISK_SPACE_TIMEOUT_S
                     )
                 elif not (first and await asyncio.to_thread(self._configuration.drop_taken_port)):
                     raise
@@ -297,11 +297,13 @@ class MeshRedis(SupervisorHooks):
         if child_exit.is_requested or self._is_starting:
             return
         had_been_in, self._is_open = self._is_open, False
-        said = find_load_error(self._log, since) if not had_been_in and child_exit.code > 0 else ""
+        load_error = (
+            find_load_error(self._log, since) if not had_been_in and child_exit.code > 0 else ""
+        )
         self._mesh_paths.redis_directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         await self._owner_hooks.on_exit(child, child_exit)
-        if said:
-            self._on_rollback(f"Redis cannot load its file: {said}")
+        if load_error:
+            self._on_rollback(f"Redis cannot load its file: {load_error}")
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
         await self._owner_hooks.on_give_up(spec, why)
@@ -430,16 +432,16 @@ class MeshRedis(SupervisorHooks):
 
         Raises StorageFull.
         """
-        until, said = self._clock.monotonic() + (space_timeout_s or 0.0), False
+        until, notice_printed = self._clock.monotonic() + (space_timeout_s or 0.0), False
         while True:
             try:
                 return write()
             except StorageFull as error:
                 if space_timeout_s is not None and self._clock.monotonic() >= until:
                     raise
-                if not said:
+                if not notice_printed:
                     print(f"the mesh waits for disk space: {error}", file=sys.stderr, flush=True)
-                said = True
+                notice_printed = True
                 await self._clock.sleep(redis_watchdog.CHECK_INTERVAL_S)
 
     # -- unusable data -----------------------------------------------------------------------

@@ -148,11 +148,11 @@ def can_use_tls(server: str) -> bool:
 
     It starts with a certificate that does not exist, and its error shows which part it lacks.
     """
-    wish = 'port 0\ntls-port 1\ntls-cert-file /nowhere\ntls-key-file /nowhere\nsave ""\n'
+    configuration = 'port 0\ntls-port 1\ntls-cert-file /nowhere\ntls-key-file /nowhere\nsave ""\n'
     try:
         ran = subprocess.run(
             [server, "-"],
-            input=wish,
+            input=configuration,
             capture_output=True,
             text=True,
             timeout=PROBE_TIMEOUT_S,

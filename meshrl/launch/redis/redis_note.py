@@ -54,13 +54,13 @@ def read_note(
     if not path.is_file():
         return RedisNote()
     try:
-        told = rename_keys(read_sealed(path), _OLD_KEYS)
+        document = rename_keys(read_sealed(path), _OLD_KEYS)
         try:
             extents = {
                 name: Extent(**rename_keys(row, {"length": "length_bytes"}))
-                for name, row in told["file_extents"].items()
+                for name, row in document["file_extents"].items()
             }
-            gone, mark = tuple(told["lost_jobs"]), told["watermark"]
+            lost_jobs, mark = tuple(document["lost_jobs"]), document["watermark"]
         except (KeyError, TypeError):
             raise CorruptData("it was written by an earlier version", where=str(path)) from None
     except CorruptData as error:
@@ -70,7 +70,7 @@ def read_note(
         return RedisNote()
     jobs = {job: JobWatermark(**row) for job, row in mark["jobs"].items()}
     noted = StateWatermark(mark["event"], mark["token"], jobs)
-    return RedisNote(noted, extents, told["token_floor"], gone, told["is_restoring"])
+    return RedisNote(noted, extents, document["token_floor"], lost_jobs, document["is_restoring"])
 
 
 def write_note(path: Path, note: RedisNote) -> None:

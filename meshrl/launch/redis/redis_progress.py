@@ -50,20 +50,20 @@ class RedisProgress:
 
     def load(self) -> None:
         """Load the progress from the note and the records of the runs. Blocks."""
-        told = redis_note.read_note(self._mesh_paths.redis_note, self._quarantine_note)
+        note = redis_note.read_note(self._mesh_paths.redis_note, self._quarantine_note)
         self.watermark = rollback.merge_watermarks(
-            [told.watermark, *self._read_run_watermarks(told.watermark)]
+            [note.watermark, *self._read_run_watermarks(note.watermark)]
         )
-        self.is_restoring, self.file_extents = told.is_restoring, dict(told.file_extents)
-        self._token_floor, self._lost_jobs = told.token_floor, frozenset(told.lost_jobs)
+        self.is_restoring, self.file_extents = note.is_restoring, dict(note.file_extents)
+        self._token_floor, self._lost_jobs = note.token_floor, frozenset(note.lost_jobs)
 
     def _quarantine_note(self, path: Path, error: CorruptData) -> None:
-        aside, then = (
+        quarantined_path, then = (
             corruption.quarantine(path, self._mesh_paths.root),
             corruption.RECOVERY_BY_KIND["redis note"],
         )
         found = corruption.make_event_fields(
-            "redis note", path, error.message, then, quarantined_path=aside
+            "redis note", path, error.message, then, quarantined_path=quarantined_path
         )
         print(corruption.describe_event(found), file=sys.stderr, flush=True)
         self.pending_events.append(found)
@@ -109,8 +109,8 @@ class RedisProgress:
         return found, self._explain_rollback(found, known)
 
     async def _merge_run_records(self) -> None:
-        told = await asyncio.to_thread(self._read_run_watermarks, self.watermark)
-        self.watermark = rollback.merge_watermarks([self.watermark, *told])
+        run_watermarks = await asyncio.to_thread(self._read_run_watermarks, self.watermark)
+        self.watermark = rollback.merge_watermarks([self.watermark, *run_watermarks])
 
     def _explain_rollback(self, current: StateWatermark, expected: StateWatermark) -> str:
         """Return why `current` is older than `expected`; empty when it is not."""
@@ -118,12 +118,12 @@ class RedisProgress:
         if self.is_restoring:
             return rollback.explain_rollback(current, expected, expected.jobs)
         if again := self._lost_jobs & current.jobs.keys():  # perhaps other jobs with these names
-            anew = {job: current.jobs[job] for job in again}
-            expected = replace(expected, jobs={**expected.jobs, **anew})
-            self.watermark = replace(self.watermark, jobs={**self.watermark.jobs, **anew})
+            new_jobs = {job: current.jobs[job] for job in again}
+            expected = replace(expected, jobs={**expected.jobs, **new_jobs})
+            self.watermark = replace(self.watermark, jobs={**self.watermark.jobs, **new_jobs})
             self._lost_jobs -= again
             self._run_records = {
-                job: told for job, told in self._run_records.items() if job not in again
+                job: record for job, record in self._run_records.items() if job not in again
             }
         return rollback.explain_rollback(current, expected, self._lost_jobs)
 
@@ -132,18 +132,18 @@ class RedisProgress:
 
         Each deletion counts once: a later job with the same name starts its progress again.
         """
-        gone = {
+        deleted = {
             job: at_ms
             for job, at_ms in current.deleted.items()
             if job not in current.jobs or self._deleted_jobs.get(job) != at_ms
         }
-        if gone:
-            self.watermark = rollback.drop_deleted_jobs(self.watermark, gone)
-            self._deleted_jobs |= gone
+        if deleted:
+            self.watermark = rollback.drop_deleted_jobs(self.watermark, deleted)
+            self._deleted_jobs |= deleted
             self._run_records = {
-                job: told for job, told in self._run_records.items() if job not in gone
+                job: record for job, record in self._run_records.items() if job not in deleted
             }
-        return gone.keys()
+        return deleted.keys()
 
     # -- updates of the known progress -----------------------------------------------------------
 
@@ -181,9 +181,9 @@ class RedisProgress:
 
     def write(self) -> None:
         """Write all of it to the note. Blocks. Raises StorageFull."""
-        gone = tuple(sorted(self._lost_jobs))
-        told = RedisNote(
-            self.watermark, self.file_extents, self._token_floor, gone, self.is_restoring
+        lost_jobs = tuple(sorted(self._lost_jobs))
+        note = RedisNote(
+            self.watermark, self.file_extents, self._token_floor, lost_jobs, self.is_restoring
         )
         with self._write_lock:
-            redis_note.write_note(self._mesh_paths.redis_note, told)
+            redis_note.write_note(self._mesh_paths.redis_note, note)

@@ -52,7 +52,7 @@ async def is_answering(url: str) -> bool:
     would not help.
     """
     task = asyncio.current_task()
-    asked = task.cancelling() if task else 0
+    cancel_requests = task.cancelling() if task else 0
     try:
         await _ping(url)
         heard = True
@@ -60,7 +60,7 @@ async def is_answering(url: str) -> bool:
         heard = True
     except NO_ANSWER_ERRORS:
         heard = False
-    if task and task.cancelling() > asked:
+    if task and task.cancelling() > cancel_requests:
         raise asyncio.CancelledError  # redis-py swallows one that comes as the bytes leave
     return heard
 
@@ -87,9 +87,9 @@ async def wait_until_ready(
             return await _ping(url)
         except NO_ANSWER_ERRORS:
             await clock.sleep(0.03)
-    said = " / ".join(read_tail(log, 3)) if log else ""
+    log_tail = " / ".join(read_tail(log, 3)) if log else ""
     fix = (
-        f"Check its log {log}, which ends: {said}"
+        f"Check its log {log}, which ends: {log_tail}"
         if log
         else "Check the server that $MESHRL_REDIS_URL names"
     )

@@ -287,8 +287,8 @@ class HostServices(SupervisorHooks):
         )
 
     async def on_give_up(self, spec: ChildSpec, why: str) -> None:
-        said = "" if spec.name in self._explained_exits else f" ends: {read_log_end(spec.log)}"
-        self.failure_reason = f"{spec.name} exits repeatedly: {why}; its log {spec.log}{said}"
+        log_end = "" if spec.name in self._explained_exits else f" ends: {read_log_end(spec.log)}"
+        self.failure_reason = f"{spec.name} exits repeatedly: {why}; its log {spec.log}{log_end}"
 
     async def on_critical_loss(self, name: str) -> None:
         self.failed.set()

@@ -124,10 +124,10 @@ class RunObserver:
 def compute_elapsed_s(run_dir: Path) -> float:
     """Return the seconds of wall time of a run, as its recorder counts them."""
     path = run_dir / "usage.json"
-    held = read_json_or_empty(path)
-    if "wall_s" not in held:
+    usage = read_json_or_empty(path)
+    if "wall_s" not in usage:
         return 0.0
-    return float(held["wall_s"]) + max(0.0, time.time() - path.stat().st_mtime)
+    return float(usage["wall_s"]) + max(0.0, time.time() - path.stat().st_mtime)
 
 
 def watch_run(target: Path | None, mesh: Path | None) -> int:

@@ -48,16 +48,16 @@ def format_event(event: Event) -> str:
     fields = dict(event.fields)
     at = datetime.fromtimestamp(event.ms / 1000).strftime("%H:%M:%S")
     if event.kind == "desired":
-        wish = next(extract_decisions([event]))
-        return f"{at} {fields['job']}, {fields['resident']}: {wish.summary}"
+        decision = next(extract_decisions([event]))
+        return f"{at} {fields['job']}, {fields['resident']}: {decision.summary}"
     rule = next((str(fields.pop(key)) for key in _RULES if fields.get(key)), "")
-    said = ", ".join(
+    text = ", ".join(
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in fields.items()
         if key not in _INTERNAL_FIELDS and value is not False and value not in ("", None, [], {})
     )
     line = f"{at} {event.kind}" + (f", rule {rule}" if rule else "")
-    return f"{line}: {said}" if said else line
+    return f"{line}: {text}" if text else line
 
 
 # Fields of a decision's event other than the figures that decided it.
@@ -79,8 +79,10 @@ class PlannerDecision:
     @property
     def summary(self) -> str:
         """Decision as one line."""
-        said = format_figures(self.inputs)
-        return f"{self.action}: {self.rule or 'no rule recorded'}" + (f" ({said})" if said else "")
+        figures = format_figures(self.inputs)
+        return f"{self.action}: {self.rule or 'no rule recorded'}" + (
+            f" ({figures})" if figures else ""
+        )
 
 
 def format_figures(values: Mapping[str, Any], limit: int = MAX_FIGURES) -> str:

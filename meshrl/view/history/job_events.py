@@ -60,8 +60,8 @@ class JobEventFilter:
         fields = event.fields
         resident = str(fields["resident"])
         if fields["role"] == Role.IDLE:
-            left = self._workers_by_instance.pop(resident, frozenset[str]())
-            self._released_workers_ms |= dict.fromkeys(left, event.ms)
+            released_workers = self._workers_by_instance.pop(resident, frozenset[str]())
+            self._released_workers_ms |= dict.fromkeys(released_workers, event.ms)
             return
         self._instances.add(resident)
         self._gangs.add(str(fields["gang"]))

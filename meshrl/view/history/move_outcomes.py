@@ -65,12 +65,12 @@ def describe_prediction(prediction: JobPrediction) -> list[str]:
         "training": prediction.train_s,
         "the host's cores": prediction.host_s,
     }
-    said = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts.items() if value)
+    text = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts.items() if value)
     found = []
     if prediction.step_s:
         found.append(
             f"a step is predicted to take {format_seconds(prediction.step_s)}"
-            + (said and f": {said}")
+            + (text and f": {text}")
         )
     if prediction.bottleneck:
         found.append(f"the bottleneck is {prediction.bottleneck}")
@@ -78,4 +78,4 @@ def describe_prediction(prediction: JobPrediction) -> list[str]:
         found.append(
             f"the error of predicted moves is {100 * prediction.median_error:.0f} % (median)"
         )
-    return found + [said for said in (prediction.verdict, prediction.expert_split_reason) if said]
+    return found + [text for text in (prediction.verdict, prediction.expert_split_reason) if text]

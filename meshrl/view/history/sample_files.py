@@ -123,9 +123,13 @@ def split_parts(sample: Sample) -> Iterator[tuple[str, str, str]]:
     yield "prompt", "prompt", sample["prompt"] or json.dumps(sample["row"], ensure_ascii=False)
     for turn in sample["turns"]:
         if turn["role"] == "tool":
-            asked = turn["input"]
-            asked = asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False)
-            yield "tool", f"tool {turn['name']}({asked})", turn["text"]
+            tool_input = turn["input"]
+            tool_input = (
+                tool_input
+                if isinstance(tool_input, str)
+                else json.dumps(tool_input, ensure_ascii=False)
+            )
+            yield "tool", f"tool {turn['name']}({tool_input})", turn["text"]
         else:
             cut = " (cut)" if turn["role"] == "model" and not turn["stop"] else ""
             yield turn["role"], turn["role"] + (cut if turn.get("truncated") else ""), turn["text"]

@@ -44,11 +44,11 @@ class RoleSpan:
         """Span as one line."""
         of = f" of {self.job}" if self.job else ""
         who = f"{self.instance}: " if self.instance else ""
-        said = (
+        text = (
             f"{self.worker_names}: {who}{self.role}{of} ({self.state}), "
             f"{self.start_s:.1f}-{self.end_s:.1f} s"
         )
-        return f"{said}; {self.reason}" if self.reason else said
+        return f"{text}; {self.reason}" if self.reason else text
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class _SpanBuilder:
         if before is not None and fields["role"] == Role.IDLE:
             self._close_spans([resident], at_s)
             until, why = min(self._end_s, at_s + LEAVING_SHOWN_S), self._reasons[resident]
-            left = replace(before, state=LEAVING, start_s=at_s, end_s=until, reason=why)
-            self.open_spans[resident] = left
+            leaving_span = replace(before, state=LEAVING, start_s=at_s, end_s=until, reason=why)
+            self.open_spans[resident] = leaving_span
 
     def _on_report(self, fields: Mapping[str, Any], at_s: float) -> None:
         resident, state = str(fields["resident"]), str(fields.get("status", ""))

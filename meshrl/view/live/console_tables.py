@@ -16,11 +16,11 @@ COLUMN_GAP = 3  # blanks between columns
 
 def make_table(*columns: str, wraps: bool = True) -> Table:
     """Return an empty table of these columns; the last one may wrap."""
-    made = Table(box=None, pad_edge=False, padding=(0, COLUMN_GAP, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, COLUMN_GAP, 0, 0))
     for number, column in enumerate(columns, 1):
-        whole = not wraps or number < len(columns)
-        made.add_column(column, header_style="dim", overflow="fold", no_wrap=whole)
-    return made
+        no_wrap = not wraps or number < len(columns)
+        table.add_column(column, header_style="dim", overflow="fold", no_wrap=no_wrap)
+    return table
 
 
 def print_table(table: Table) -> None:
@@ -42,8 +42,8 @@ def measure_width(table: Table, terminal_columns: int | None) -> int:
     found = 0
     for column in table.columns:
         texts = [str(cell) for cell in (column.header, *column.cells)]
-        whole = terminal_columns is None or column.no_wrap
-        parts = texts if whole else [word for text in texts for word in text.split()]
+        no_wrap = terminal_columns is None or column.no_wrap
+        parts = texts if no_wrap else [word for text in texts for word in text.split()]
         found += max((cell_len(line) for part in parts for line in part.splitlines()), default=0)
         found += COLUMN_GAP
     return max(found, terminal_columns or 0)

@@ -122,20 +122,22 @@ def format_exits(mesh: MeshSnapshot) -> list[str]:
 
 def list_copy_errors(entries: Sequence[RegistryEntry]) -> list[str]:
     """Return why the durable copy, copies of versions or deltas are not made at the moment."""
-    kept = {
+    titles_by_stat = {
         "durable_trouble": "durable copy",
         "copies_trouble": "weights.copies of",
         "deltas_trouble": "training.deltas (versions are sent in full)",
     }
-    told = ((e.stats.get(key), what) for e in entries if e.alive for key, what in kept.items())
-    return [f"{what}: {trouble}" for trouble, what in told if trouble]
+    errors = (
+        (e.stats.get(key), what) for e in entries if e.alive for key, what in titles_by_stat.items()
+    )
+    return [f"{what}: {error}" for error, what in errors if error]
 
 
 def list_quota_errors(entries: Sequence[RegistryEntry]) -> list[str]:
     """Return which jobs' next versions exceed their quotas in the store."""
-    told = (str(e.stats.get("quota_trouble", "")) for e in entries if e.alive)
+    errors = (str(e.stats.get("quota_trouble", "")) for e in entries if e.alive)
     why = "Run `meshrl weights list RUN` to see the stored versions"
-    return [f"weights.quota_gb: {trouble}. {why}" for trouble in told if trouble]
+    return [f"weights.quota_gb: {error}. {why}" for error in errors if error]
 
 
 def to_document(mesh: MeshSnapshot) -> dict[str, Any]:
@@ -150,9 +152,9 @@ def to_document(mesh: MeshSnapshot) -> dict[str, Any]:
 
 def make_moves_table(outcomes: Iterable[MoveOutcome]) -> Table:
     """Return a table with a row for each move; times are seconds a step."""
-    made = console_tables.make_table(*MOVE_COLUMNS)
+    table = console_tables.make_table(*MOVE_COLUMNS)
     for move in outcomes:
-        made.add_row(
+        table.add_row(
             datetime.fromtimestamp(move.ms / 1000).strftime("%H:%M:%S"),
             "" if move.step is None else str(move.step),
             move.gang,
@@ -164,7 +166,7 @@ def make_moves_table(outcomes: Iterable[MoveOutcome]) -> Table:
             format_seconds(move.regret_s),
             format_outcome(move),
         )
-    return made
+    return table
 
 
 HOST_COLUMNS = (
@@ -182,7 +184,7 @@ def make_hosts_table(rows: list[HostRow]) -> Table:
 
     It has the number of the host's services, and the accepted services if these are not all.
     """
-    made = console_tables.make_table(*HOST_COLUMNS)
+    table = console_tables.make_table(*HOST_COLUMNS)
     for row in rows:
         kinds = sorted({accelerator.partition(":")[0] for accelerator in row.accelerators})
         takes = (
@@ -192,7 +194,7 @@ def make_hosts_table(rows: list[HostRow]) -> Table:
         )
         notes = ["head" if row.head else "", f"{row.planner} on standby" if row.planner else ""]
         since = datetime.fromtimestamp(row.since_s).strftime("%m-%d %H:%M") if row.since_s else ""
-        made.add_row(
+        table.add_row(
             row.host,
             row.state,
             row.address,
@@ -204,4 +206,4 @@ def make_hosts_table(rows: list[HostRow]) -> Table:
             "" if row.clock_offset_ms is None else f"{row.clock_offset_ms:+.0f} ms",
             ", ".join(filter(None, [*notes, row.drain_reason])),
         )
-    return made
+    return table

@@ -216,7 +216,7 @@ def _render_progress(snapshot: RunSnapshot) -> RenderableType:
 def _render_learning(snapshot: RunSnapshot) -> RenderableType:
     now = f"{snapshot.rewards[-1]:.3f}" if snapshot.rewards else "-"
     rows = [("reward", f"{now}  {draw_sparkline(snapshot.rewards[-CURVE_WIDTH:])}")]
-    held = "   ".join(
+    held_out = "   ".join(
         f"{e.step}: {e.sampled_reward:.3f}{format_share(e.scored_shares.get(SAMPLED))}"
         + (f" ({e.greedy_reward:.3f} greedy)" if e.greedy_reward is not None else "")
         for e in snapshot.evaluations[-4:]
@@ -224,7 +224,7 @@ def _render_learning(snapshot: RunSnapshot) -> RenderableType:
     )
     last = snapshot.evaluations[-1] if snapshot.evaluations else None
     missing = explain_unscored(last.scored_shares, last.unscored_reasons) if last else ""
-    rows.append(("held-out", "   ".join(filter(None, (held, missing))) or "-"))
+    rows.append(("held-out", "   ".join(filter(None, (held_out, missing))) or "-"))
     if last and (others := format_other_figures(last)):
         rows.append(("evaluated", f"{last.step}: {others}"))
     speed = (
@@ -232,8 +232,8 @@ def _render_learning(snapshot: RunSnapshot) -> RenderableType:
         f"{snapshot.trained_tokens_per_s:,.0f} trained"
     )
     rows.append(("tokens/s", speed))
-    if said := format_prefix_figures(snapshot.prefix_figures):
-        rows.append(("prefixes", said))
+    if prefix_text := format_prefix_figures(snapshot.prefix_figures):
+        rows.append(("prefixes", prefix_text))
     stale = f"staleness {snapshot.staleness:.2f} (at most {snapshot.max_staleness})"
     apart = f"log-probability gap {format_gap(snapshot.logprob_gap)}"
     rows.append(("off-policy", f"{stale}   {apart}   entropy {snapshot.entropy:.2f}"))
@@ -316,9 +316,9 @@ def draw_sparkline(values: Sequence[float]) -> str:
 
 def format_duration(seconds: float) -> str:
     """Return h:mm:ss, or m:ss below an hour."""
-    whole = int(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    whole_s = int(seconds)
+    hours, minutes = divmod(whole_s // 60, 60)
+    return f"{hours}:{minutes:02}:{whole_s % 60:02}" if hours else f"{minutes}:{whole_s % 60:02}"
 
 
 def format_step(row: dict[str, Any], snapshot: RunSnapshot) -> str:

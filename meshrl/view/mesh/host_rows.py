@@ -82,8 +82,8 @@ def _build_host_row(
     )
     services = [service for host, service in mesh.services if host == name]
     draining = mesh.drain_reasons.get(name, "")
-    said = NodeStats.decode(entry.stats if entry is not None else {})
-    stats = said if entry is not None and entry.alive else NodeStats()
+    reported_stats = NodeStats.decode(entry.stats if entry is not None else {})
+    stats = reported_stats if entry is not None and entry.alive else NodeStats()
     address = joined.address if joined is not None else ""
     state = "joining" if entry is None else "away"
     if entry is not None and entry.alive:
@@ -102,9 +102,13 @@ def _build_host_row(
         processes=processes,
         services=services,
         accepted_services=list(
-            ALL_SERVICES if said.accepted_services is None else said.accepted_services
+            ALL_SERVICES
+            if reported_stats.accepted_services is None
+            else reported_stats.accepted_services
         ),
-        isolation_tiers=None if said.isolation_tiers is None else list(said.isolation_tiers),
+        isolation_tiers=None
+        if reported_stats.isolation_tiers is None
+        else list(reported_stats.isolation_tiers),
         planner=joined.planner_name if joined is not None else "",
         drain_reason=draining,
         redis_round_trip_ms=stats.redis_round_trip_ms,

@@ -62,17 +62,17 @@ def list_working_processes(entries: Sequence[RegistryEntry]) -> list[RegistryEnt
 
 def describe_activity(entry: RegistryEntry, now_ms: float) -> str:
     """Return what a process reports of itself: how its event loop runs, and its longest wait."""
-    said = ["ready" if entry.stats.get("ready", True) else "not ready"]
+    parts = ["ready" if entry.stats.get("ready", True) else "not ready"]
     lag_ms = float(entry.stats.get("loop_lag_ms", 0.0))
     if lag_ms > MIN_REPORTED_LAG_MS:
-        said.append(f"its event loop is {lag_ms / 1000:.1f} s late")
+        parts.append(f"its event loop is {lag_ms / 1000:.1f} s late")
     running = {k: entry.stats[k] for k in ("running", "serving", "in_flight") if k in entry.stats}
-    said += [f"{name.replace('_', ' ')} {count}" for name, count in running.items() if count]
+    parts += [f"{name.replace('_', ' ')} {count}" for name, count in running.items() if count]
     waits: list[dict[str, Any]] = sorted(entry.waits, key=lambda wait: int(wait["since_ms"]))
     if waits:
         wait = waits[0]
         since_s = (now_ms - wait["since_ms"]) / 1000
-        said.append(f"waits for {wait['on']} ({wait['what']}) for {since_s:.0f} s")
+        parts.append(f"waits for {wait['on']} ({wait['what']}) for {since_s:.0f} s")
     else:
-        said.append("waits for no process")
-    return f"{entry.name} ({entry.pid}): {', '.join(said)}"
+        parts.append("waits for no process")
+    return f"{entry.name} ({entry.pid}): {', '.join(parts)}"

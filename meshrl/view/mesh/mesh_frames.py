@@ -266,23 +266,23 @@ def _build_instance_frame(
 def build_host_frames(entries: Sequence[RegistryEntry]) -> list[HostFrame]:
     """Return the hosts whose agents report their processors, by name."""
     nodes = [e for e in entries if e.alive and e.kind == "node"]
-    told = [(e.host, NodeStats.decode(e.stats)) for e in sorted(nodes, key=lambda e: e.host)]
+    host_stats = [(e.host, NodeStats.decode(e.stats)) for e in sorted(nodes, key=lambda e: e.host)]
     return [
         HostFrame(host, float(stats.cores), float(stats.busy_cores or 0.0))
-        for host, stats in told
+        for host, stats in host_stats
         if stats.cores
     ]
 
 
 def _build_move_frame(move: Move, job: str, now_ms: float) -> MoveFrame:
-    told, predicted = move.details, move.details.get("predicted_s")
+    details, predicted = move.details, move.details.get("predicted_s")
     return MoveFrame(
         gang=move.gang,
         instance=move.id,
         job=job or str(move.rollback.get("job", "")),
-        from_role=str(told.get("from", move.rollback.get("role", ""))),
-        to_role=str(told.get("to", "")),
-        rule=str(told.get("policy", "")),
+        from_role=str(details.get("from", move.rollback.get("role", ""))),
+        to_role=str(details.get("to", "")),
+        rule=str(details.get("policy", "")),
         elapsed_s=round(max(0.0, now_ms - move.started_ms) / 1000, 1),
         remaining_s=round(max(0.0, move.deadline_ms - now_ms) / 1000, 1),
         predicted_s=None if predicted is None else float(predicted),

@@ -58,16 +58,16 @@ def find_overdue(mesh: MeshSnapshot) -> Iterator[OverdueDecision]:
     An instance is late, or its process fails.
     """
     entries = {entry.name: entry for entry in mesh.entries}
-    ended = {end.name: end for end in mesh.last_exits}
+    exits_by_name = {end.name: end for end in mesh.last_exits}
     for gang, resident in mesh.instances:
         if not resident.is_reconciled:
-            yield from _check_instance(gang, resident, entries, ended, mesh.now_ms)
+            yield from _check_instance(gang, resident, entries, exits_by_name, mesh.now_ms)
     at_work = {job.id: job for job in mesh.live_jobs if not job.block_reason}
     hosts = [decode_host(entry) for entry in entries.values() if entry.kind == "node"]
     for host, name in mesh.services:
         job = at_work.get(parse_service_name(name)[1])
         if job is not None and not (name in entries and entries[name].alive):
-            yield from _check_service(host, name, job, entries, ended, hosts, mesh.now_ms)
+            yield from _check_service(host, name, job, entries, exits_by_name, hosts, mesh.now_ms)
     placed = {name for _, name in mesh.services}
     for job in at_work.values():
         yield from _check_unplaced_services(job, placed, hosts, mesh.now_ms)
@@ -99,13 +99,17 @@ def _check_instance(
         rank = next(r for r in instance.ranks if not replace(instance, ranks=(r,)).is_reconciled)
         report = instance.reports.get(rank)
         if report is None or report.generation != instance.generation:
-            said = f"it has not reported {instance.id} yet"
+            actual_state = f"it has not reported {instance.id} yet"
         else:
             detail = f": {report.detail}" if report.detail else ""
-            said = f"{instance.id} is {report.phase} at {report.tier}{detail}"
+            actual_state = f"{instance.id} is {report.phase} at {report.tier}{detail}"
         culprit = worker_name(gang.workers[rank])
         yield OverdueDecision(
-            culprit, _describe_desired_role(gang, instance), since_ms / 1000, said, instance.job
+            culprit,
+            _describe_desired_role(gang, instance),
+            since_ms / 1000,
+            actual_state,
+            instance.job,
         )
 
 
@@ -160,9 +164,9 @@ def _check_unplaced_services(
     if since_ms <= SERVICE_START_LIMIT_MS:
         return
     need = derive_requirements(job.document)
-    wanted = [shard_name(job.id, 0)] if need.shards else []
-    wanted += [sandbox_name(job.id, 0)] if need.sandboxes else []
-    for name in wanted:
+    required = [shard_name(job.id, 0)] if need.shards else []
+    required += [sandbox_name(job.id, 0)] if need.sandboxes else []
+    for name in required:
         kind = parse_service_name(name)[0]
         takers = [host for host in hosts if not explain_rejected_service(host, kind, need)]
         if name not in placed and takers and (why := _explain_no_host(hosts, kind, need)):

@@ -51,8 +51,8 @@ def format_prefix_figures(figures: Mapping[str, float]) -> str:
     if not loaded and not again:
         return ""
     moved = (figures.get("bytes_in", 0.0) + figures.get("bytes_out", 0.0)) / 1e9
-    said = ", ".join(loaded) or "none"
+    loaded_text = ", ".join(loaded) or "none"
     return (
-        f"{said}; {again:,} recomputed; {moved:,.2f} GB moved, "
+        f"{loaded_text}; {again:,} recomputed; {moved:,.2f} GB moved, "
         f"{figures.get('saved_s', 0.0):,.1f} s of prefill saved"
     )

@@ -64,6 +64,6 @@ def compute_steps_per_min(committed_ms: Sequence[int], now_ms: float) -> float |
 def compute_wait_share(rows: StepRows) -> float | None:
     """Return the share of the trainer's time in the last steps that it waited for trajectories."""
     last = [row for row in rows[-ETA_STEPS:] if "wait_s" in row and "train_s" in row]
-    waited = sum(float(row["wait_s"]) for row in last)
-    whole = waited + sum(float(row["train_s"]) for row in last)
-    return waited / whole if whole > 0 else None
+    waited_s = sum(float(row["wait_s"]) for row in last)
+    total_s = waited_s + sum(float(row["train_s"]) for row in last)
+    return waited_s / total_s if total_s > 0 else None

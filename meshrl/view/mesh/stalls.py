@@ -198,12 +198,12 @@ class _WaitGraph:
         entry = self.entries.get(name)
         if entry is None:
             end = self.last_exits.get(name)  # before it came
-            gone = (
+            exit_text = (
                 f"{name} has exited {_format_times(end.times)}: {end.description}"
                 if end is not None
                 else ""
             )
-            return self._explain_stop(name) or gone
+            return self._explain_stop(name) or exit_text
         age = self.now_ms - entry.renewed_ms
         if _has_left(entry):
             gone_s = (self.now_ms - entry.expires_ms) / 1000
@@ -264,10 +264,10 @@ class _WaitGraph:
         if on != ANY_ENGINE:
             return on
         job = self._find_job(waiter)
-        wanted = (
+        engines = (
             r for r in self._instances.values() if r.role == Role.ROLLOUT and not r.is_reconciled
         )
-        names = sorted(role_process_name(r) for r in wanted if job in ("", r.job))
+        names = sorted(role_process_name(r) for r in engines if job in ("", r.job))
         return next((name for name in names if self.explain_unwell(name)), next(iter(names), on))
 
     def _follow_wait(self, waiter: str, wait: dict[str, Any]) -> Iterator[Stall]:
@@ -303,13 +303,13 @@ class _WaitGraph:
         """Return the shortest chain of waits from `path` through `name` to an unwell process, or
         [].
         """
-        fringe, seen = [[*path, name]], set(path)
+        fringe, visited = [[*path, name]], set(path)
         while fringe:
             chain = fringe.pop(0)
             last = chain[-1]
-            if last in seen:
+            if last in visited:
                 continue
-            seen.add(last)
+            visited.add(last)
             if self.explain_unwell(last):
                 return chain
             if last in self.entries:

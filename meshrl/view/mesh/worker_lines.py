@@ -74,8 +74,8 @@ def select_worker_lines(mesh: MeshSnapshot, job: str) -> tuple[list[WorkerLine],
     every = list(list_worker_lines(mesh))
     idle = [line for line in every if not line.instance]
     busy = {line.worker for line in every if line.instance} - serving
-    shown = [line for line in every if line.worker in serving or line in idle[:MAX_IDLE_SHOWN]]
-    return shown, HiddenWorkers(len(busy), max(0, len(idle) - MAX_IDLE_SHOWN))
+    displayed = [line for line in every if line.worker in serving or line in idle[:MAX_IDLE_SHOWN]]
+    return displayed, HiddenWorkers(len(busy), max(0, len(idle) - MAX_IDLE_SHOWN))
 
 
 def _make_line(
@@ -109,7 +109,9 @@ def _describe_activity(
         return ("core" if not rank else f"core, rank {rank}") if instance.core else "hybrid"
     if instance.role == Role.SCORING:
         return "frozen models"
-    said = stats.get(role_process_name(instance))
-    if not said:
+    instance_stats = stats.get(role_process_name(instance))
+    if not instance_stats:
         return ""
-    return f"{said.get('running', 0)} running, version {said.get('version', '?')}"
+    return (
+        f"{instance_stats.get('running', 0)} running, version {instance_stats.get('version', '?')}"
+    )

@@ -88,12 +88,14 @@ def _make_job_gauges(mesh: MeshSnapshot) -> Iterator[Any]:
         *("job_phase", "1 for the current phase of a job"),
         *(("job", "phase"), [((r.id, str(r.phase)), 1.0) for r in rows]),
     )
-    held = [
+    blocked_jobs = [
         ((r.id, r.block_reason.partition(":")[0]), 1.0)
         for r in rows
         if r.block_reason and not r.is_terminal
     ]
-    yield _make_gauge("job_held", "1 for a job that waits or is paused", ("job", "why"), held)
+    yield _make_gauge(
+        "job_held", "1 for a job that waits or is paused", ("job", "why"), blocked_jobs
+    )
     yield _make_gauge(
         *(
             "job_step_age_seconds",

@@ -152,19 +152,19 @@ def find_open_groups(events: list[Event], job: str, ledger_groups: set[int]) -> 
             case "restored":
                 opened, steps = {}, {}
             case "history_lost":
-                told = fields["in_flight"]
-                opened = {row["group"]: (row["samples"], now_ms) for row in told}
-                ready = {row["group"] for row in told if row["ready"]}
+                in_flight = fields["in_flight"]
+                opened = {row["group"]: (row["samples"], now_ms) for row in in_flight}
+                ready = {row["group"] for row in in_flight if row["ready"]}
                 given_back = set()
                 steps = {
                     row["step"]: {g["group"] for g in row["groups"]} for row in fields["steps"]
                 }
     known = ready | ledger_groups | elsewhere
-    ended = given_back.union(*steps.values())
+    closed_groups = given_back.union(*steps.values())
     return {
         group: samples
         for group, (samples, ms) in opened.items()
-        if group not in ended and (group in known or now_ms - ms < UNRECORDED_GRACE_MS)
+        if group not in closed_groups and (group in known or now_ms - ms < UNRECORDED_GRACE_MS)
     }
 
 

@@ -48,8 +48,8 @@ class JobUsage:
     def read(cls, path: Path) -> JobUsage:
         if not path.is_file():
             return cls()
-        held = read_json(path)
-        return cls(**{name: held[name] for name in STORED_FIELDS})
+        document = read_json(path)
+        return cls(**{name: document[name] for name in STORED_FIELDS})
 
     def write(self, path: Path, wall_s: float) -> None:
         """Write the tally, with the wall time of this session added."""
@@ -64,8 +64,10 @@ class JobUsage:
         self.sessions[-1][1] = now_ms
 
     def update_tokens(self, name: str, incarnation: str, tokens: float) -> None:
-        seen = self.tokens.setdefault(name, {})
-        seen[incarnation] = max(tokens, seen.get(incarnation, 0.0))
+        tokens_by_incarnation = self.tokens.setdefault(name, {})
+        tokens_by_incarnation[incarnation] = max(
+            tokens, tokens_by_incarnation.get(incarnation, 0.0)
+        )
 
     def update_workers(self, mesh: MeshSnapshot, job: str, now_s: float) -> None:
         """Count the job's use of the workers' accelerators since the last snapshot.
@@ -104,7 +106,7 @@ class JobUsage:
         as the mesh was started for the job. A process that gets its name after its start takes its
         earlier use along.
         """
-        holders = {key: name for name, seen in self.cpu.items() for key in seen}
+        holders = {key: name for name, cpu_by_key in self.cpu.items() for key in cpu_by_key}
         for process in usage:
             key, name = process.key, process.name
             owner = owner_jobs.get(name, "")
@@ -135,7 +137,7 @@ class JobUsage:
 
     def sum_cpu_by_name(self) -> dict[str, float]:
         """Return CPU-seconds of the job's processes and its part of shared ones, by name."""
-        own = {name: sum(seen.values()) for name, seen in self.cpu.items()}
+        own = {name: sum(cpu_by_key.values()) for name, cpu_by_key in self.cpu.items()}
         both = own | {n: own.get(n, 0.0) + s for n, s in self.shared.items()}
         return {name: round(seconds, 2) for name, seconds in sorted(both.items())}
 

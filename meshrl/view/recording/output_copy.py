@@ -147,12 +147,14 @@ class OutputCopier:
             name: size for name, size in remote.list_file_sizes().items() if _is_own_file(name)
         }
         replaced = JOB_FILE in found and self._is_other_run(remote)
-        gone = {name for name in found if replaced or name.endswith(PART_SUFFIX)}
-        last = gone & {JOB_FILE}  # which identifies the rest as another run's
-        for name in [*sorted(gone - last), *last]:
+        obsolete = {name for name in found if replaced or name.endswith(PART_SUFFIX)}
+        last = obsolete & {JOB_FILE}  # which identifies the rest as another run's
+        for name in [*sorted(obsolete - last), *last]:
             self._remove(remote, name)
-        kept = {name for name in found if name.startswith(("bundle/", f"{CHECKPOINTS}/"))} - gone
-        return {name: (found[name], 0) for name in kept}
+        retained = {
+            name for name in found if name.startswith(("bundle/", f"{CHECKPOINTS}/"))
+        } - obsolete
+        return {name: (found[name], 0) for name in retained}
 
     def _is_other_run(self, remote: RemoteDirectory) -> bool:
         """Return True if another run is at the URL; False if that cannot be determined."""
@@ -169,25 +171,25 @@ class OutputCopier:
         A manifest is written after its files, and removed before them.
         """
         home, known = self._run_dir / CHECKPOINTS, self._copied_files or {}
-        kept = {path.stem for path in home.glob("step-*.json") if path.stem <= committed}
-        for name in sorted(kept):
+        retained = {path.stem for path in home.glob("step-*.json") if path.stem <= committed}
+        for name in sorted(retained):
             # Retention may remove the checkpoint during the copy.
             with contextlib.suppress(NotFound, FileNotFoundError):
                 for file in read_manifest(home / f"{name}.json")["files"]:
                     self._copy_file(remote, f"{CHECKPOINTS}/{name}/{file}")
                 self._copy_file(remote, f"{CHECKPOINTS}/{name}.json")
         # The run host has lost its checkpoints: the copies are the only ones.
-        if committed not in kept:
+        if committed not in retained:
             return
         copied = {
             name: name.split("/")[1].removesuffix(".json")
             for name in known
             if name.startswith(f"{CHECKPOINTS}/")
         }
-        for gone in sorted({*copied.values()} - kept):
-            self._remove(remote, f"{CHECKPOINTS}/{gone}.json")
-            self._remove(remote, f"{CHECKPOINTS}/{gone}")
-            for name in [n for n, checkpoint in copied.items() if checkpoint == gone]:
+        for obsolete in sorted({*copied.values()} - retained):
+            self._remove(remote, f"{CHECKPOINTS}/{obsolete}.json")
+            self._remove(remote, f"{CHECKPOINTS}/{obsolete}")
+            for name in [n for n, checkpoint in copied.items() if checkpoint == obsolete]:
                 del known[name]
 
     def _copy_file(self, remote: RemoteDirectory, name: str) -> None:

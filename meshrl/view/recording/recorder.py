@@ -98,10 +98,10 @@ class Recorder:
         self._trackers_need_history = (
             True  # recorded rows are pending, until this session's trackers have them
         )
-        shown = self._read_or_quarantine("tracking", PROGRESS_FILE, read_json)
+        stored_progress = self._read_or_quarantine("tracking", PROGRESS_FILE, read_json)
         host, clock = mesh.host, mesh.clock
         self.trackers = Trackers.from_job_file(
-            run_dir, self.job_file_content, shown or {}, host, clock
+            run_dir, self.job_file_content, stored_progress or {}, host, clock
         )
         out = str(self.job_file_content["document"].get("out", ""))
         self._output_copier = OutputCopier(out, run_dir, host, clock) if is_url(out) else None
@@ -136,11 +136,11 @@ class Recorder:
                 if isinstance(error, CorruptData)
                 else f"it is not a valid {kind} file: {error!r}"
             )
-            aside = corruption.quarantine(path, self.run_dir)
+            quarantined_path = corruption.quarantine(path, self.run_dir)
             then = corruption.RECOVERY_BY_KIND[kind]
             self._pending_events.append(
                 corruption.make_event_fields(
-                    kind, path, why, then, job=self.job, quarantined_path=aside
+                    kind, path, why, then, job=self.job, quarantined_path=quarantined_path
                 )
             )
             return None
@@ -257,8 +257,8 @@ class Recorder:
         self._output_copier.copy_if_due(self._last_checkpoint)
         before, self._copy_error = self._copy_error, self._output_copier.error
         if self._copy_error not in ("", before):
-            told = {"job": self.job, "error": self._copy_error}
-            await events.append(self.mesh.state, "out_failed", told)
+            event_fields = {"job": self.job, "error": self._copy_error}
+            await events.append(self.mesh.state, "out_failed", event_fields)
 
     async def abandon(self) -> None:
         """Leave the record as it is: nothing can be written there."""
@@ -313,8 +313,8 @@ class Recorder:
             self._cursor = max(self._cursor, self.record.last_event_id, key=events.parse_event_id)
         if METRICS_FILE in self.record.faults:
             self._pending_events.append(await self.record.repair_metrics(state, host))
-        if (told := self._job_file.repair_if_changed()) is not None:
-            self._pending_events.append(told)
+        if (event_fields := self._job_file.repair_if_changed()) is not None:
+            self._pending_events.append(event_fields)
         while self._pending_events:
             await events.append(state, corruption.CORRUPTION_EVENT, self._pending_events[0])
             del self._pending_events[0]
@@ -392,8 +392,8 @@ class Recorder:
             return
         self._counted_at_s = at
         among = sum(row.id != self.job for row in self._shared_snapshot.latest.live_jobs) + 1
-        whole = self.mesh.mesh_paths.root == self.run_dir
+        counts_earlier_use = self.mesh.mesh_paths.root == self.run_dir
         owners, used = self._shared_snapshot.owner_jobs, self._shared_snapshot.process_usage
-        self.usage.update_processes(used, owners, self.job, among, whole)
+        self.usage.update_processes(used, owners, self.job, among, counts_earlier_use)
         self.usage.update_session(self._session_started_ms, int(1000 * self._clock.wall()))
         self.usage.write(self.run_dir / "usage.json", self._clock.monotonic() - self._started_s)

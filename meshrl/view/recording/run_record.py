@@ -45,9 +45,11 @@ class RecordEnd:
         path = run_dir / RECORD_END_FILE
         if not path.is_file():
             return None
-        held = read_json(path)
+        document = read_json(path)
         try:
-            return cls(str(held["event"]), int(held.get("events", 0)), int(held["samples"]))
+            return cls(
+                str(document["event"]), int(document.get("events", 0)), int(document["samples"])
+            )
         except (KeyError, ValueError) as error:
             raise CorruptData(f"it has no {error}", where=str(path)) from error
 
@@ -59,11 +61,11 @@ def parse_event(row: Row) -> Event:
 
 def read_rare_events(run_dir: Path) -> Iterator[Event]:
     """Yield the events of a run, but of each group and step only the first."""
-    seen: set[str] = set()
+    known_kinds: set[str] = set()
     for row in iterate_rows(run_dir / EVENTS_FILE):
         kind = str(row["kind"])
-        if kind not in FREQUENT_EVENTS or kind not in seen:
-            seen.add(kind)
+        if kind not in FREQUENT_EVENTS or kind not in known_kinds:
+            known_kinds.add(kind)
             yield parse_event(row)
 
 
@@ -100,15 +102,15 @@ def thin_rows(rows: Iterable[Row], min_rows: int = MAX_ROWS_IN_MEMORY) -> list[R
 
     Of more than `min_rows` rows, between `min_rows` and twice as many remain.
     """
-    kept: list[Row] = []
+    retained: list[Row] = []
     every, last = 1, None
     for place, row in enumerate(rows):
         last = row
         if place % every == 0:
-            kept.append(row)
-        if len(kept) > 2 * min_rows:
-            kept, every = kept[::2], 2 * every
-    return kept if last is None or kept[-1] is last else [*kept, last]
+            retained.append(row)
+        if len(retained) > 2 * min_rows:
+            retained, every = retained[::2], 2 * every
+    return retained if last is None or retained[-1] is last else [*retained, last]
 
 
 @dataclass
@@ -187,9 +189,9 @@ class RunRecordWriter:
 
     def truncate_rows(self, last_step: int) -> None:
         """Remove the rows of steps after `last_step`. Raises StorageFull, with nothing changed."""
-        kept = [row for row in self.iterate_rows() if row["step"] <= last_step]
-        self._metrics.replace(kept)
-        self.recent_rows = kept[-MAX_ROWS_IN_MEMORY:]
+        retained = [row for row in self.iterate_rows() if row["step"] <= last_step]
+        self._metrics.replace(retained)
+        self.recent_rows = retained[-MAX_ROWS_IN_MEMORY:]
 
     def select_own(self, candidates: Sequence[Event]) -> list[Event]:
         """Return the run's own events, of events that follow the earlier ones."""
@@ -205,26 +207,30 @@ class RunRecordWriter:
         why = self.faults[EVENTS_FILE]
         found = await host.run_blocking(read_lines, self._events.path, deadline_s=REPAIR_TIMEOUT_S)
         streamed = await events.read_remaining(state)
-        known, gone = await host.run_blocking(
+        known, lost_count = await host.run_blocking(
             self._merge_events, found.rows, streamed, deadline_s=REPAIR_TIMEOUT_S
         )
         then = "rebuilt from the event stream in Redis"
-        if gone > 0:
-            then = f"{gone} of its events are lost: the event stream in Redis no longer has them"
-        if gone > 0 and self._reported_loss_at != self.last_event_id:
+        if lost_count > 0:
+            then = (
+                f"{lost_count} of its events are lost: the event stream in Redis no longer has them"
+            )
+        if lost_count > 0 and self._reported_loss_at != self.last_event_id:
             since = str(found.rows[found.intact_rows - 1]["id"]) if found.intact_rows else "0"
             lost = HistoryLost(then, since=since, through=self.last_event_id)
             await readers.record_history_loss(state, self.job, str(self.run_dir), lost)
             self._reported_loss_at = self.last_event_id
         rewrite = partial(self._events.replace, [asdict(event) for event in known])
-        aside = await host.run_blocking(rewrite, self.run_dir, deadline_s=REPAIR_TIMEOUT_S)
+        quarantined_path = await host.run_blocking(
+            rewrite, self.run_dir, deadline_s=REPAIR_TIMEOUT_S
+        )
         del self.faults[EVENTS_FILE]
         self.evaluation_events = [event for event in known if event.kind in EVALUATION_EVENTS]
         self._job_filter = JobEventFilter(self.job, known)
         self.last_event_id = known[-1].id if known else "0"
         self._expected_events = self._events.next_number
         return corruption.make_event_fields(
-            "events", self._events.path, why, then, job=self.job, quarantined_path=aside
+            "events", self._events.path, why, then, job=self.job, quarantined_path=quarantined_path
         )
 
     def _merge_events(self, rows: list[Row], streamed: list[Event]) -> tuple[list[Event], int]:
@@ -251,20 +257,25 @@ class RunRecordWriter:
             }
             return [found[step] for step in sorted(found)]
 
-        kept = await host.run_blocking(union, deadline_s=REPAIR_TIMEOUT_S)
+        rows = await host.run_blocking(union, deadline_s=REPAIR_TIMEOUT_S)
         then = "rebuilt from the steps in Redis"
-        if len(kept) < find_last_step(kept):
+        if len(rows) < find_last_step(rows):
             then = (
-                f"{find_last_step(kept) - len(kept)} of its steps are lost: Redis no longer "
+                f"{find_last_step(rows) - len(rows)} of its steps are lost: Redis no longer "
                 "has them"
             )
-        aside = await host.run_blocking(
-            self._metrics.replace, kept, self.run_dir, deadline_s=REPAIR_TIMEOUT_S
+        quarantined_path = await host.run_blocking(
+            self._metrics.replace, rows, self.run_dir, deadline_s=REPAIR_TIMEOUT_S
         )
         del self.faults[METRICS_FILE]
-        self.recent_rows = kept[-MAX_ROWS_IN_MEMORY:]
+        self.recent_rows = rows[-MAX_ROWS_IN_MEMORY:]
         return corruption.make_event_fields(
-            "metrics", self._metrics.path, why, then, job=self.job, quarantined_path=aside
+            "metrics",
+            self._metrics.path,
+            why,
+            then,
+            job=self.job,
+            quarantined_path=quarantined_path,
         )
 
 
@@ -291,18 +302,18 @@ def read_events(run_dir: Path) -> list[Event]:
 
 def read_job(run_dir: Path) -> tuple[str, dict[str, Any]]:
     """Return (job id, submitted document) of a run directory. Raises CorruptData."""
-    held = job_file.read_job_file(run_dir / job_file.JOB_FILE_NAME)
-    return str(held["job"]), held["document"]
+    content = job_file.read_job_file(run_dir / job_file.JOB_FILE_NAME)
+    return str(content["job"]), content["document"]
 
 
 def find_last_valid_step(steps_done: int, new_events: list[events.Event], job: str) -> int:
     """Return the last valid step: a new lineage has abandoned later ones."""
-    left = [
+    restored_steps = [
         int(event.fields["version"])
         for event in new_events
         if event.kind in ("lineage", "restored") and event.fields.get("job") == job
     ]
-    return max(0, min([steps_done, *left]))
+    return max(0, min([steps_done, *restored_steps]))
 
 
 def select_evaluations(candidates: list[events.Event], job: str) -> list[events.Event]:

@@ -30,13 +30,15 @@ def make_figures(
 
 def make_learning_figure(rows: StepRows, evaluations: Sequence[Evaluation]) -> Figure:
     """Return the figure of reward and held-out reward over the steps."""
-    held = [(float(e.step), e.sampled_reward) for e in evaluations if e.sampled_reward is not None]
+    held_out = [
+        (float(e.step), e.sampled_reward) for e in evaluations if e.sampled_reward is not None
+    ]
     greedy = [(float(e.step), e.greedy_reward) for e in evaluations if e.greedy_reward is not None]
     return Figure(
         "Learning",
         [
             Series("reward of the step", extract_column(rows, "reward")),
-            Series("held-out, sampled", held, has_dots=True),
+            Series("held-out, sampled", held_out, has_dots=True),
             Series("held-out, greedy", greedy, has_dots=True),
         ],
     )

@@ -50,14 +50,14 @@ def write_report(run_dir: Path) -> None:
         )
     found, (job, document) = read_json(run_dir / SUMMARY_FILE), read_job(run_dir)
     events, rows = read_events(run_dir), thin_rows(iterate_rows(run_dir / METRICS_FILE))
-    kept = sample_files.read_samples(run_dir)
+    samples = sample_files.read_samples(run_dir)
     page = render_page(
         found,
         rows,
         parse_evaluations(select_evaluations(events, job)),
         events,
         document,
-        kept_samples=kept,
+        kept_samples=samples,
     )
     write_page(run_dir, page)
 

@@ -59,9 +59,9 @@ class RunResult:
 
 def summarize_result(result: RunResult, steps: int) -> dict[str, Any]:
     """Return the part of a summary about the run's end; `steps` are those that are done."""
-    told = {"job": result.job, "phase": result.phase, "seed": result.seed, "steps": steps}
+    identity = {"job": result.job, "phase": result.phase, "seed": result.seed, "steps": steps}
     return (
-        told
+        identity
         | {"wall_s": round(result.wall_s, 1)}
         | {term: result.account[term] for term in ACCOUNT_TERMS}
     )
@@ -84,7 +84,7 @@ def summarize(
         tokens_trained += int(row["tokens_trained"])
         if row.get("logprob_gap") is not None:
             gap = max(gap or 0.0, float(row["logprob_gap"]))
-    ended = sum(result.account[fate] for fate in ("trained", "filtered", "typed_drops"))
+    ended_count = sum(result.account[fate] for fate in ("trained", "filtered", "typed_drops"))
     return summarize_result(result, steps) | {
         "held_out": {
             "before": _summarize_held_out(evaluations, "before"),
@@ -106,7 +106,7 @@ def summarize(
         "tokens_trained": tokens_trained,
         "prefixes": prefix_stats.sum_figures(usage.prefixes.values()),
         # Ended trajectories without a reward.
-        "failed_share": round(result.account["typed_drops"] / max(1, ended), 4),
+        "failed_share": round(result.account["typed_drops"] / max(1, ended_count), 4),
         "failures": summarize_failures(events),
         "workers_moved": len(list_planned_moves(events)),
         "hosts_lost": sum(event.kind == "host_lost" for event in events),
@@ -178,9 +178,9 @@ async def write_results(
     evaluations = list(recorder.snapshot.evaluations) if recorder.snapshot else []
     found = _summarize_run(recorder, events, evaluations, guard)
     with guard("the report"):
-        kept = sample_files.read_samples(run_dir)
+        samples = sample_files.read_samples(run_dir)
         rows = thin_rows(recorder.record.iterate_rows())
-        page = render_page(found, rows, evaluations, events, document, kept_samples=kept)
+        page = render_page(found, rows, evaluations, events, document, kept_samples=samples)
         await room.write_when_space(lambda: write_page(run_dir, page))
     if document.get("tracking", {}).get("trace"):
         with guard("the trace, which `meshrl trace` can write later,"):
@@ -247,17 +247,17 @@ class LivePage:
 
     async def _update(self, snapshot: RunSnapshot) -> None:
         clock = self._recorder.mesh.clock
-        started, trouble = clock.monotonic(), ""
+        started, error_text = clock.monotonic(), ""
         try:
             await asyncio.to_thread(self._write, snapshot, self._recorder.wall_s)
         except StorageFull:  # a full disk is shown anyway
             pass
         except Exception as error:  # whatever it is, the run goes on
             if not (isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS):
-                trouble = f"the report could not be written: {type(error).__name__}: {error}"
-        if trouble and trouble != self._last_error:
-            self._on_error(trouble)
-        self._last_error = trouble
+                error_text = f"the report could not be written: {type(error).__name__}: {error}"
+        if error_text and error_text != self._last_error:
+            self._on_error(error_text)
+        self._last_error = error_text
         now = clock.monotonic()
         self._next_page_at_s = now + max(PAGE_INTERVAL_S, PAGE_COST_FACTOR * (now - started))
 
@@ -277,10 +277,10 @@ class LivePage:
         tally = copy.deepcopy(self._recorder.usage)
         found = summarize(end, recorded.iterate_rows(), snapshot.evaluations, events, tally)
         found["lost"] = None  # known when nothing is in flight any more
-        kept = sample_files.read_evaluation_samples(run_dir)
+        samples = sample_files.read_evaluation_samples(run_dir)
         rows = thin_rows(recorded.iterate_rows())
         page = render_page(
-            found, rows, snapshot.evaluations, events, document, PAGE_INTERVAL_S, kept
+            found, rows, snapshot.evaluations, events, document, PAGE_INTERVAL_S, samples
         )
         with self._write_lock:
             if not self._is_closed:
@@ -306,9 +306,9 @@ async def export_model(mesh: RunningMesh, run_dir: Path) -> bool:
         finally:
             exporting.kill()
         words = log.read_text(errors="replace").strip().splitlines()
-        said = "the export exceeded its time limit" if status is None else "".join(words[-1:])
+        message = "the export exceeded its time limit" if status is None else "".join(words[-1:])
     except OSError as error:
-        status, said = 1, f"{log}: {error}"
+        status, message = 1, f"{log}: {error}"
     if status != 0:
-        print(f"the model was not exported: {said}", file=sys.stderr)
+        print(f"the model was not exported: {message}", file=sys.stderr)
     return status == 0

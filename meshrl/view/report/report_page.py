@@ -165,10 +165,10 @@ def render_job(document: dict[str, Any]) -> str:
     defaults = JobConfig().to_document()
     defaults["cache"] = str(Path(defaults["cache"]).expanduser())  # as a submitted job has it
     changed = to_toml(find_differences(bare, defaults))
-    whole = to_toml(document)
+    toml_text = to_toml(document)
     return (
         f"<pre>{escape(changed)}</pre><details><summary>all keys, including "
-        f"defaults</summary><pre>{escape(whole)}</pre></details>"
+        f"defaults</summary><pre>{escape(toml_text)}</pre></details>"
     )
 
 
@@ -178,8 +178,8 @@ def find_differences(document: Mapping[str, Any], defaults: Mapping[str, Any]) -
     for key, value in document.items():
         default = defaults.get(key)
         if isinstance(value, dict) and isinstance(default, dict) and default:
-            if left := find_differences(value, default):
-                found[key] = left
+            if differences := find_differences(value, default):
+                found[key] = differences
         elif value != default:
             found[key] = value
     return found
@@ -189,11 +189,11 @@ def render_trajectories(kept_samples: Sequence[Sample]) -> str:
     """Return evaluated trajectories as HTML, each folded under its heading."""
     found = []
     for sample in select_evaluations(kept_samples):
-        told = "".join(
+        parts_html = "".join(
             f'<p><b>{escape(title)}</b></p><pre class="{role}">{escape(text)}</pre>'
             for role, title, text in split_parts(sample)
         )
         found.append(
-            f"<details><summary>{escape(format_heading(sample))}</summary>{told}</details>"
+            f"<details><summary>{escape(format_heading(sample))}</summary>{parts_html}</details>"
         )
     return "".join(found)

@@ -38,19 +38,21 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     lost = "" if summary["lost"] is None else f"{summary['lost']} lost, "
 
     def accuracy(key: str) -> str:
-        held = summary["held_out"][key]
-        if not held:
+        evaluation = summary["held_out"][key]
+        if not evaluation:
             return "-"
         modes = ("sampled", "greedy")
-        said = (f"{held[m]:.3f} {m}{format_share(held.get(f'{m}_share'))}" for m in modes)
-        return ", ".join(said)
+        accuracies = (
+            f"{evaluation[m]:.3f} {m}{format_share(evaluation.get(f'{m}_share'))}" for m in modes
+        )
+        return ", ".join(accuracies)
 
-    held = [
+    idle_times = [
         f"{format_duration(summary[f'{state}_s'])} {state}"
         for state in ("waiting", "paused")
         if summary[f"{state}_s"] >= 1.0
     ]
-    used = ", ".join([f"{summary['accelerator_s']:,.0f} accelerator-seconds", *held])
+    used = ", ".join([f"{summary['accelerator_s']:,.0f} accelerator-seconds", *idle_times])
     kinds = [FailureKind(**failure) for failure in summary["failures"]]
     failed = f"{100 * summary['failed_share']:.1f} %"
     failed += f": {format_counts(kinds).removeprefix('failed so far: ')}" if kinds else ""
@@ -71,8 +73,8 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{summary['tokens_rolled_out']:,} rolled out, {summary['tokens_trained']:,} trained",
         ),
         *(
-            [("prefixes loaded", said)]
-            if (said := format_prefix_figures(summary.get("prefixes", {})))
+            [("prefixes loaded", prefix_text)]
+            if (prefix_text := format_prefix_figures(summary.get("prefixes", {})))
             else []
         ),
         ("workers", used),

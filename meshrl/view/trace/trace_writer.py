@@ -114,8 +114,10 @@ class TraceNotes:
 
 def draw_trace(notes: TraceNotes, events: Sequence[RunEvent]) -> Iterator[TraceEvent]:
     """Yield the trace events of a run, whose events are in order."""
-    begun = [float(row["at"]) for row in notes.iterate_rows()] + [e.ms / 1000 for e in events[:1]]
-    tracks = TrackWriter(min(begun, default=0.0))
+    start_times_s = [float(row["at"]) for row in notes.iterate_rows()] + [
+        e.ms / 1000 for e in events[:1]
+    ]
+    tracks = TrackWriter(min(start_times_s, default=0.0))
     yield from _draw_job(tracks, events)
     yield from _draw_workers(tracks, events)
     trained = {  # by group, the step that trained it last: an abandoned one may have before
@@ -185,7 +187,7 @@ def _draw_workers(tracks: TrackWriter, events: Sequence[RunEvent]) -> Iterator[T
 
 def _draw_trainer(tracks: TrackWriter, rows: Sequence[NoteRow]) -> Iterator[TraceEvent]:
     steps = [row for row in rows if row["kind"] == "step"]
-    told = [
+    bars = [
         TraceBar(
             f"step {row['step']}",
             row["at"],
@@ -195,7 +197,7 @@ def _draw_trainer(tracks: TrackWriter, rows: Sequence[NoteRow]) -> Iterator[Trac
         )
         for row in steps
     ]
-    yield from tracks.draw_bars("trainer", "steps", told)
+    yield from tracks.draw_bars("trainer", "steps", bars)
     intake = [
         TraceBar(
             "intake",

@@ -62,11 +62,11 @@ class TrackWriter:
         found = self._processes.get(name)
         if found is not None:
             return found, []
-        made = self._processes[name] = TraceProcess(len(self._processes) + 1, name)
-        order = {"sort_index": made.pid}
-        return made, [
-            _make_metadata("process_name", made.pid, 0, {"name": name}),
-            _make_metadata("process_sort_index", made.pid, 0, order),
+        process = self._processes[name] = TraceProcess(len(self._processes) + 1, name)
+        order = {"sort_index": process.pid}
+        return process, [
+            _make_metadata("process_name", process.pid, 0, {"name": name}),
+            _make_metadata("process_sort_index", process.pid, 0, order),
         ]
 
     def draw_bars(self, process: str, track: str, bars: Sequence[TraceBar]) -> Iterator[TraceEvent]:
@@ -92,8 +92,8 @@ class TrackWriter:
                 lane, lanes = lanes, lanes + 1
                 of.thread_count += 1
                 tid = first + lane
-                said = f"{track} {lane + 1}" if lane else track
-                yield _make_metadata("thread_name", of.pid, tid, {"name": said})
+                thread_name = f"{track} {lane + 1}" if lane else track
+                yield _make_metadata("thread_name", of.pid, tid, {"name": thread_name})
                 yield _make_metadata("thread_sort_index", of.pid, tid, {"sort_index": tid})
             heapq.heappush(free, (edges[-1], lane))
             yield from _draw_bar(bar, edges, of.pid, first + lane)

@@ -97,8 +97,8 @@ class Wandb:
         import wandb
 
         data = [list(row.values()) for row in rows]
-        shown = wandb.Table(columns=list(rows[0]), data=data, allow_mixed_types=True)
-        self._run.log({SAMPLES_TITLE: shown, "step": step})
+        table = wandb.Table(columns=list(rows[0]), data=data, allow_mixed_types=True)
+        self._run.log({SAMPLES_TITLE: table, "step": step})
 
     def rewind(self, step: int) -> None:
         """Do nothing: repeated steps replace the old ones in a chart over `step`."""
@@ -127,8 +127,8 @@ class Trackio:
 
     def log_table(self, step: int, rows: TableRows, wall: float) -> None:
         data = [list(row.values()) for row in rows]
-        shown = self._trackio.Table(columns=list(rows[0]), data=data)
-        self._trackio.log({SAMPLES_TITLE: shown}, step=step)
+        table = self._trackio.Table(columns=list(rows[0]), data=data)
+        self._trackio.log({SAMPLES_TITLE: table}, step=step)
 
     def rewind(self, step: int) -> None:
         """Do nothing: a repeated step appears beside the old one."""

@@ -117,8 +117,8 @@ class TrackerProcess:
         for record in records:
             step, kind = int(record["step"]), record["kind"]
             if kind == "rewind":
-                kept = (r for r in self._queue if r["kind"] == "rewind" or r["step"] <= step)
-                self._queue = deque([*kept, record])
+                retained = (r for r in self._queue if r["kind"] == "rewind" or r["step"] <= step)
+                self._queue = deque([*retained, record])
                 self.progress.step = min(self.progress.step, step)
             elif kind == "row":
                 self._queue += [record] if step > self.progress.step else []
@@ -223,10 +223,10 @@ class Trackers:
         session wrote.
         """
         path, guard = run_dir / PROGRESS_FILE, WarningGuard()
-        asked = job_file_content["document"].get("tracking", {})
-        made = []
+        settings = job_file_content["document"].get("tracking", {})
+        trackers = []
         for name in TRACKERS:
-            if not asked.get(name):
+            if not settings.get(name):
                 continue
             with guard(f"tracking by {name}"):
                 own = stored_progress.get(name) or {
@@ -235,7 +235,7 @@ class Trackers:
                 progress = TrackerProgress(
                     **{**rename_keys(own, _OLD_PROGRESS_KEYS), "last_error": ""}
                 )
-                target = asked[name]
+                target = settings[name]
                 if name == "tensorboard" and target is True:
                     target = run_dir / name
                 elif name == "tensorboard":
@@ -249,8 +249,8 @@ class Trackers:
                 }
                 argv = [sys.executable, "-m", "meshrl.view.trackers.tracker_main", name]
                 log = run_dir / "mesh/logs" / f"{name}.log"
-                made.append(TrackerProcess(name, argv, about, progress, host, clock, log))
-        return cls(made, path)
+                trackers.append(TrackerProcess(name, argv, about, progress, host, clock, log))
+        return cls(trackers, path)
 
     def enqueue(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Event]) -> None:
         """Add records without waiting; each tracker skips those that it has shown."""
@@ -270,11 +270,13 @@ class Trackers:
             }
             for row in rows
         ]
-        kept = sample_files.read_samples(self._path.parent) if evaluations and self.trackers else []
+        samples = (
+            sample_files.read_samples(self._path.parent) if evaluations and self.trackers else []
+        )
         for event in evaluations:
             fields = {k: v for k, v in event.fields.items() if k not in ("step", "lineage")}
             step, tag = int(event.fields["step"]), event.fields["tag"]
-            of_it = [sample for sample in kept if sample.get("evaluation") == tag]
+            of_it = [sample for sample in samples if sample.get("evaluation") == tag]
             rows_of_it = sample_files.make_table_rows(of_it[-MAX_SAMPLES:])
             if lineage := int(event.fields.get("lineage", 0)):
                 tag += f"@{lineage}"  # it may have been shown in an abandoned one

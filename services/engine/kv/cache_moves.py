@@ -177,9 +177,9 @@ class CacheMoves:
     async def _fetch_chunks(
         self, move: CacheMove, load: PrefixLoad, received: _ReceivedCache
     ) -> None:
-        asked, clock = ExportCache(move.session, self._get_loaded_manifest()), self._mesh.clock
+        request, clock = ExportCache(move.session, self._get_loaded_manifest()), self._mesh.clock
         began_s = clock.monotonic()
-        frames = self._mesh.ref(move.source).stream(Engine.export_cache, asked)
+        frames = self._mesh.ref(move.source).stream(Engine.export_cache, request)
         async with aclosing(frames):
             first = await anext(frames, None)
             if first is None:
@@ -250,7 +250,7 @@ async def _assemble_chunks(
 
     Raise BadMessage if frames do not fit.
     """
-    whole, filled, of = NO_BYTES, 0, (0, 0, 0)
+    chunk_buffer, filled, of = NO_BYTES, 0, (0, 0, 0)
     async for frame in frames:
         if not filled:
             of = frame.start, frame.end, frame.size_bytes
@@ -263,16 +263,16 @@ async def _assemble_chunks(
                 or frame.start % CHUNK_TOKENS
             ):
                 raise BadMessage(f"tokens {frame.start} to {frame.end} of a cache are not a chunk")
-            whole = np.empty(frame.size_bytes, np.uint8)
+            chunk_buffer = np.empty(frame.size_bytes, np.uint8)
         end = filled + len(frame.content)
-        fits = (frame.start, frame.end, frame.size_bytes) == of and end <= len(whole)
+        fits = (frame.start, frame.end, frame.size_bytes) == of and end <= len(chunk_buffer)
         if not fits or not len(frame.content) or frame.content.dtype != np.uint8:
             raise BadMessage("a frame of a cache belongs to no chunk")
-        whole[filled:end] = frame.content
+        chunk_buffer[filled:end] = frame.content
         received.bytes += end - filled
         filled = end
-        if filled == len(whole):
-            yield frame.start, frame.end, whole
+        if filled == len(chunk_buffer):
+            yield frame.start, frame.end, chunk_buffer
             filled = 0
 
 

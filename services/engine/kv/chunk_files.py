@@ -234,8 +234,8 @@ def compute_domain(weights: str, adapter: str, layout: str, policy: str) -> str:
     manifest; `policy` states how a cache is treated when weights are updated.
     """
     parts = (weights, adapter, layout, policy)
-    told = b"".join(len(part).to_bytes(4, "little") + part.encode() for part in parts)
-    return blake2b(told, digest_size=NAME_BYTES).hexdigest()
+    encoded_parts = b"".join(len(part).to_bytes(4, "little") + part.encode() for part in parts)
+    return blake2b(encoded_parts, digest_size=NAME_BYTES).hexdigest()
 
 
 def is_domain(text: str) -> bool:

@@ -62,13 +62,13 @@ def choose_evictions(
             one.last_used_s,
         )
     )
-    gone: list[StoredChunk] = []
+    evicted: list[StoredChunk] = []
     for one in free:
         if needed_bytes <= 0:
             break
-        gone.append(one)
+        evicted.append(one)
         needed_bytes -= one.bytes
-    return gone
+    return evicted
 
 
 def _is_evictable(chunk: StoredChunk, now_s: float) -> bool:

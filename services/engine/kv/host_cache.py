@@ -148,8 +148,11 @@ class HostCache:
         self.writer.submit(partial(self._swap_domain_locks, domains))
 
     def _swap_domain_locks(self, domains: Sequence[str]) -> None:
-        held = [shelf.lock_domain(domain) for shelf in self._tiers for domain in domains]
-        before, self._domain_locks = self._domain_locks, [one for one in held if one is not None]
+        domain_locks = [shelf.lock_domain(domain) for shelf in self._tiers for domain in domains]
+        before, self._domain_locks = (
+            self._domain_locks,
+            [one for one in domain_locks if one is not None],
+        )
         for descriptor in before:
             os.close(descriptor)
         for shelf in self._tiers:
@@ -346,7 +349,7 @@ class HostCache:
         for load in [load for load in self._loads if load.is_cancelled]:
             self._loads.remove(load)
             self.recomputed_tokens += max(0, load.num_available - load.num_skipped)
-        troubles = [*(shelf.last_error for shelf in self._tiers), self.writer.last_error]
+        errors = [*(shelf.last_error for shelf in self._tiers), self.writer.last_error]
         return KVStats(
             recomputed_tokens=self.recomputed_tokens,
             loaded_tokens=dict(self.loaded_tokens),
@@ -356,7 +359,7 @@ class HostCache:
             dropped_chunks=self.writer.dropped_chunks,
             saved_s=round(self.saved_s, 3),
             used_bytes={shelf.name: shelf.used_bytes for shelf in self._tiers},
-            rejection_reasons=[trouble for trouble in troubles if trouble],
+            rejection_reasons=[error for error in errors if error],
         )
 
 

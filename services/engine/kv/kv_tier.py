@@ -165,17 +165,17 @@ class KVTier:
         disk = shutil.disk_usage(self.files.directory)
         if disk.free - size_bytes < MIN_FREE_SHARE * disk.total:
             return False
-        gone: list[StoredChunk] = []
+        evicted: list[StoredChunk] = []
         with self._locked():
             if self.used_bytes + size_bytes > self.budget_bytes:
                 there = self._recount()
-                wanted = self.used_bytes + size_bytes - self.budget_bytes
-                if wanted > 0:
-                    wanted += self.budget_bytes // ROOM_DIVISOR
-                    gone = choose_evictions(
-                        there, wanted, self._clock(), self.list_resumable(), reload_s_per_byte
+                excess_bytes = self.used_bytes + size_bytes - self.budget_bytes
+                if excess_bytes > 0:
+                    excess_bytes += self.budget_bytes // ROOM_DIVISOR
+                    evicted = choose_evictions(
+                        there, excess_bytes, self._clock(), self.list_resumable(), reload_s_per_byte
                     )
-        for one in gone:  # outside the lock, because writes to a disk are slow
+        for one in evicted:  # outside the lock, because writes to a disk are slow
             demote(one)
             if self.files.remove(one.path):
                 with self._locked():

@@ -147,8 +147,8 @@ class ChunkLoader:
             if not self._closed:
                 self._on_error(error)
         finally:
-            for wanted in [*self._added, *self._requests]:
-                self._finish(wanted)
+            for load in [*self._added, *self._requests]:
+                self._finish(load)
 
     def _run_once(self) -> bool:
         with self._condition:
@@ -157,13 +157,13 @@ class ChunkLoader:
             if self._closed:
                 return False
             new, self._added = self._added, []
-        for wanted in new:
-            self._look_up(wanted)
-            self._requests.append(wanted)
+        for load in new:
+            self._look_up(load)
+            self._requests.append(load)
         chosen = choose_chunk(self._requests)
-        for wanted in [one for one in self._requests if one.choose_next_chunk() is None]:
-            self._requests.remove(wanted)
-            self._finish(wanted)
+        for load in [one for one in self._requests if one.choose_next_chunk() is None]:
+            self._requests.remove(load)
+            self._finish(load)
         if chosen is not None:
             self._load_chunk(*chosen)
         return True

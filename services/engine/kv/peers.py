@@ -67,13 +67,13 @@ class PeerEngines:
                 {entry.host: entry for entry in entries if self._is_peer(entry)}.values()
             )
         packed = np.frombuffer(bytes.fromhex("".join(names)), np.uint8)
-        asked = ChunkLookup(domain, packed)
+        lookup = ChunkLookup(domain, packed)
         found: dict[str, RegistryEntry] = {}
 
         async def ask(entry: RegistryEntry) -> None:
             try:
                 ref = self._mesh.ref(entry.name)
-                answer = await ref.call(Engine.look_up_chunks, asked, deadline_s=QUERY_TIMEOUT_S)
+                answer = await ref.call(Engine.look_up_chunks, lookup, deadline_s=QUERY_TIMEOUT_S)
             except MeshError:
                 return
             there = answer.found.tolist()

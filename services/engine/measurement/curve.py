@@ -106,13 +106,13 @@ class CurveFit:
 def _solve(squares: Floats, sums: Floats, weight: float) -> Floats:
     """Return the seconds of each term, none negative; 0 for a term that never occurred."""
     size = np.sqrt(np.diagonal(squares) / weight)  # scales seconds of a term to its share of a step
-    seen = size > 0
-    size = np.where(seen, size, 1.0)
+    has_occurred = size > 0
+    size = np.where(has_occurred, size, 1.0)
     matrix = squares / np.outer(size, size) + PRIOR_WINDOWS * np.eye(4)
     right = sums / size + PRIOR_WINDOWS * PRIOR_SHARES
     best, least = np.zeros(4), 0.0
     for some in TERM_SUBSETS:
-        if not seen[some].all():
+        if not has_occurred[some].all():
             continue
         found = np.zeros(4)
         found[some] = np.linalg.solve(matrix[np.ix_(some, some)], right[some])

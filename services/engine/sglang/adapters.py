@@ -90,9 +90,9 @@ class ServerAdapters:
         }
         answer = self._http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=LOAD_TIMEOUT_S)
         if not isinstance(answer, dict) or not answer.get("success", False):
-            told = answer.get("error_message", "") if isinstance(answer, dict) else answer
+            message = answer.get("error_message", "") if isinstance(answer, dict) else answer
             raise RemoteFailure(
-                f"{v0_5.LOAD_ADAPTER} failed for {there}: {told}", where=self._http.url
+                f"{v0_5.LOAD_ADAPTER} failed for {there}: {message}", where=self._http.url
             )
         if (before := self.loaded.get(name)) is not None:
             self._superseded.add(before.server_name)
@@ -109,14 +109,14 @@ class ServerAdapters:
         for there in self._superseded - set(used):
             self._superseded.discard(there)
             body = {"lora_name": there}
-            asked = self._http.start_call(
+            unload_call = self._http.start_call(
                 "POST", v0_5.UNLOAD_ADAPTER, body, deadline_s=LOAD_TIMEOUT_S
             )
-            self._unloads.append(asked)
-        for asked in [a for a in self._unloads if a.done()]:
-            self._unloads.remove(asked)
+            self._unloads.append(unload_call)
+        for unload_call in [a for a in self._unloads if a.done()]:
+            self._unloads.remove(unload_call)
             try:
-                self._http.wait_for(asked, v0_5.UNLOAD_ADAPTER, LOAD_TIMEOUT_S)
+                self._http.wait_for(unload_call, v0_5.UNLOAD_ADAPTER, LOAD_TIMEOUT_S)
             except MeshError as error:
                 log.warning("an adapter could not be unloaded: %s", error)
 

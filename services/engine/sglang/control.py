@@ -83,8 +83,8 @@ class HealthWatch:
             self._was_alive = False
             self._failures = 0
             return
-        asked = v0_5.INFO if self.is_paused else v0_5.HEALTH
-        reason = await self._http.probe(asked, self._probe_timeout_s)
+        endpoint = v0_5.INFO if self.is_paused else v0_5.HEALTH
+        reason = await self._http.probe(endpoint, self._probe_timeout_s)
         if not reason or self._was_alive or self._grace_count != graces:
             self._failures = 0
             return
@@ -181,8 +181,8 @@ class ServerControl:
         """Return names of the server's tensors that differ from this version in any bit."""
         with self._watch.allow_grace():
             body = {"action": "checksum"}
-            told = self._http.call("POST", v0_5.WEIGHTS_CHECKER, body, deadline_s=deadline_s)
-        return readback.find_differing(config, told, hf_weights, self._dtype)
+            checksums = self._http.call("POST", v0_5.WEIGHTS_CHECKER, body, deadline_s=deadline_s)
+        return readback.find_differing(config, checksums, hf_weights, self._dtype)
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         with self._watch.allow_grace():

@@ -289,8 +289,8 @@ class SGLangEngine(WithoutCacheTransfer):
 
     def score(self, tokens: IntArray, adapter: str = "") -> NDArray[np.float32]:
         row = np.asarray(tokens, np.int32)
-        asked = GenerationRequest(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
-        check_request(asked, self._config.token_id_end, self._adapters.loaded)
+        request = GenerationRequest(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
+        check_request(request, self._config.token_id_end, self._adapters.loaded)
         self._control.check_alive()
         if self._is_halted:
             raise Refused(

@@ -45,23 +45,23 @@ def find_differing(
         name: compute_digest(tensor.to(dtype))
         for name, tensor in to_server_layout(config, hf_weights)
     }
-    return [name for name, wanted in expected.items() if has.get(name) != wanted]
+    return [name for name, digest in expected.items() if has.get(name) != digest]
 
 
 def to_server_layout(
     config: ModelConfig, hf_weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Convert a version's tensors to the names and layout of a server on a CPU."""
-    left = {name: pad_tensor(name, tensor) for name, tensor in hf_weights.items()}
+    remaining = {name: pad_tensor(name, tensor) for name, tensor in hf_weights.items()}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         for fused, parts in get_fused_parts(config).items():
-            if all(prefix + part in left for part in parts):
+            if all(prefix + part in remaining for part in parts):
                 yield (
                     prefix + SGLANG_FUSED_NAMES[fused],
-                    torch.cat([left.pop(prefix + p) for p in parts]),
+                    torch.cat([remaining.pop(prefix + p) for p in parts]),
                 )
-    yield from left.items()
+    yield from remaining.items()
 
 
 def pad_tensor(name: str, tensor: Tensor) -> Tensor:

@@ -248,11 +248,11 @@ class SGLangServer:
                 where="rollout.sglang_python",
                 fix="Run `meshrl engine install sglang`, or name the interpreter that has SGLang",
             )
-        if taken := RESERVED_OPTIONS & {
+        if reserved := RESERVED_OPTIONS & {
             option.partition("=")[0] for option in launch_config.options
         }:
             raise ConfigError(
-                f"{', '.join(sorted(taken))} is reserved: MeshRL sets it to identify and "
+                f"{', '.join(sorted(reserved))} is reserved: MeshRL sets it to identify and "
                 "protect the server",
                 where="rollout.sglang_options",
                 fix="Remove it; give the content of a --config file as separate flags",

@@ -106,14 +106,14 @@ class SentRequest:
         if part.start == part.stop and finish == FinishReason.RUNNING:
             return None
         self.drained_tokens = len(self.tokens)
-        asked = self.request.wants_raw_logprobs
+        wants_raw = self.request.wants_raw_logprobs
         return RequestOutput(
             self.request.id,
             np.array(self.tokens[part], np.int32),
             np.array(self.logprobs[part], np.float32),
             np.array(self.versions[part], np.int32),
             finish,
-            np.array(self.raw_logprobs[part], np.float32) if asked else None,
+            np.array(self.raw_logprobs[part], np.float32) if wants_raw else None,
         )
 
 
@@ -251,11 +251,11 @@ class ServerRequests:
             if chunk.finish == FinishReason.RUNNING:
                 self._send_abort(sent)
                 sent.close_stream()
-        brought = len(sent.tokens) - before
-        self.tokens_generated += brought
+        num_new_tokens = len(sent.tokens) - before
+        self.tokens_generated += num_new_tokens
         if finish != FinishReason.RUNNING:
             self._finish(sent, finish, chunk.reason if sent.abort_deadline_s is None else "")
-        return brought
+        return num_new_tokens
 
     def retry_aborts(self) -> None:
         """Retry aborts that are not confirmed; finish those whose deadline has passed."""
@@ -288,8 +288,8 @@ class ServerRequests:
         """Abort all requests at the server, unless it has exited."""
         self.waiting_requests.clear()
         with contextlib.suppress(MeshError):
-            asked = [self._send_abort(sent) for sent in self.sent_requests.values()]
-            for answer in asked:
+            abort_calls = [self._send_abort(sent) for sent in self.sent_requests.values()]
+            for answer in abort_calls:
                 self._http.wait_for(answer, v0_5.ABORT, ABORT_TIMEOUT_S)
         self.sent_requests.clear()
 

@@ -120,8 +120,8 @@ def find_missing(openapi: Mapping[str, Any], required: Mapping[str, tuple[str, .
 
 def is_plain_sampling(request: GenerationRequest) -> bool:
     """Return True for greedy sampling or for sampling from the model's unmodified distribution."""
-    whole = request.top_p >= 1 and request.top_k == 0 and request.min_p == 0
-    return request.temperature == 0 or (request.temperature == 1 and whole)
+    is_unfiltered = request.top_p >= 1 and request.top_k == 0 and request.min_p == 0
+    return request.temperature == 0 or (request.temperature == 1 and is_unfiltered)
 
 
 def check_sampling(request: GenerationRequest, vocab_size: int, uses_seeds: bool) -> None:

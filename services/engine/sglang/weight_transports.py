@@ -280,8 +280,8 @@ def pickle_handles(part: StateDict, ranks: int) -> list[str]:
 
 def pickle_inline(tensors: StateDict) -> str:
     """Pickle tensors by name in SGLang's format with their contents; only for small ones."""
-    whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    return base64.b64encode(pickle.dumps(whole)).decode()
+    cpu_tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    return base64.b64encode(pickle.dumps(cpu_tensors)).decode()
 
 
 def split_buckets(state: StateDict, max_bytes: int = BUCKET_BYTES) -> list[dict[str, Tensor]]:

@@ -102,20 +102,22 @@ class EmulatedSteps:
         self._collect_due_tokens()
 
     def _collect_due_tokens(self) -> None:
-        brought = self._engine.drain_outputs()
-        if brought is not None:
+        outputs = self._engine.drain_outputs()
+        if outputs is not None:
             self._due_flush = (
-                brought
+                outputs
                 if self._due_flush is None
-                else concatenate_outputs(self._due_flush, brought)
+                else concatenate_outputs(self._due_flush, outputs)
             )
 
     def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
         self._finish_due_step()
-        seen, self._due_flush = self._due_flush, None
-        if seen is None or not finished_only:
-            return seen
-        over = np.isin(seen.ids, seen.ids[seen.finish_reasons != FinishReason.RUNNING])
+        due_outputs, self._due_flush = self._due_flush, None
+        if due_outputs is None or not finished_only:
+            return due_outputs
+        over = np.isin(
+            due_outputs.ids, due_outputs.ids[due_outputs.finish_reasons != FinishReason.RUNNING]
+        )
         if not over.all():
-            self._due_flush = select_requests(seen, ~over)
-        return select_requests(seen, over) if over.any() else None
+            self._due_flush = select_requests(due_outputs, ~over)
+        return select_requests(due_outputs, over) if over.any() else None

@@ -46,9 +46,9 @@ class VersionReceiver:
         useless.
         """
         try:
-            wanted = None if names is None else dict.fromkeys(names)
+            required_names = None if names is None else dict.fromkeys(names)
             began = self._mesh.clock.monotonic()
-            image = await self._receiver.receive(manifest, wanted)
+            image = await self._receiver.receive(manifest, required_names)
         except (CorruptData, NotFound) as error:
             if not await self._is_superseded(manifest):
                 await self._request_restage(manifest, error)

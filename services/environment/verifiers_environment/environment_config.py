@@ -29,17 +29,17 @@ def build_environment(taskset: str, options: dict[str, Any]) -> Env:
     An agent without a harness, of a taskset without one, gets our conversation instead of a shell.
     An agent without a runtime runs in processes of this host.
     """
-    wanted: dict[str, Any] = copy.deepcopy(options)
-    wanted["taskset"] = {**wanted.get("taskset", {}), "id": taskset}
-    kind = env_config_type(taskset, wanted.get("id", ""))
+    settings: dict[str, Any] = copy.deepcopy(options)
+    settings["taskset"] = {**settings.get("taskset", {}), "id": taskset}
+    kind = env_config_type(taskset, settings.get("id", ""))
     for name, default in _iter_agents(kind):
-        role = wanted.setdefault(name, {})
+        role = settings.setdefault(name, {})
         if "harness" not in role and default.harness is None:
             given = default_harness_id(taskset)
             role["harness"] = {"id": chat_harness.HARNESS_ID if given == SHELL_HARNESS else given}
         if "runtime" not in role and "runtime" not in default.model_fields_set:
             role["runtime"] = {"type": "subprocess"}
-    env = load_environment(kind.model_validate(wanted))
+    env = load_environment(kind.model_validate(settings))
     for name, _ in _iter_agents(kind):
         if not runtime_is_local(getattr(env.config, name).runtime):
             raise ConfigError(

@@ -129,8 +129,10 @@ class Episode:
             raise self._unsupported
         if not episode.ok:
             errors = [*episode.errors, *(e for t in episode.traces for e in t.errors)]
-            told = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was reported"
-            raise RolloutFailed(f"the episode failed: {told}")
+            reason = (
+                f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was reported"
+            )
+            raise RolloutFailed(f"the episode failed: {reason}")
         if episode.is_timeout or any(t.is_timeout for t in episode.traces):
             # An expired stage is no error there, and leaves a reward of 0 that no scorer gave.
             raise RolloutFailed(
@@ -205,7 +207,11 @@ class Episode:
         self, model: str, prompt: list[int], ids: list[int], reply: ParsedTurn, bridged: bool
     ) -> Response:
         written = [(c, c.raw if c.problem else json.dumps(c.arguments)) for c in reply.calls]
-        calls = [ToolCall(id=c.id, name=c.name, arguments=said) for c, said in written if c.name]
+        calls = [
+            ToolCall(id=c.id, name=c.name, arguments=arguments)
+            for c, arguments in written
+            if c.name
+        ]
         response = Response(
             id="",
             created=0,

@@ -131,9 +131,9 @@ class Episodes:
 
     async def _restore(self, key: int, argument: Any) -> None:
         """Replay the logged turns to a new episode, which must make the same requests as before."""
-        row, told, *logged = argument
+        row, turns, *logged = argument
         await self._begin(key, row)
-        for _, ids in told:
+        for _, ids in turns:
             await self._episodes[key].step(ids)
         if logged and self._episodes[key].ids[: len(logged[0])] != logged[0]:
             raise RolloutFailed(

@@ -64,8 +64,8 @@ def _evaluate(node: ast.AST) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    whole = isinstance(base, int) and isinstance(exponent, int) and exponent > 0
-    if whole and abs(base) > 1 and exponent * math.log10(abs(base)) > DIGITS:
+    is_integer_power = isinstance(base, int) and isinstance(exponent, int) and exponent > 0
+    if is_integer_power and abs(base) > 1 and exponent * math.log10(abs(base)) > DIGITS:
         raise InvalidExpression(f"a number of over {DIGITS} digits")
     value = base**exponent
     if isinstance(value, complex):

@@ -16,8 +16,8 @@ def score_exact(row: dict[str, Any], turns: list[dict[str, Any]], options: dict[
         text = "".join(text.split()) if options.get("ignore_space") else text.strip()
         return text.casefold() if options.get("ignore_case") else text
 
-    wanted, answer = normal(golds.parse_text_gold(row, options)), extract_answer(turns, options)
-    return float(answer is not None and normal(answer) == wanted)
+    expected, answer = normal(golds.parse_text_gold(row, options)), extract_answer(turns, options)
+    return float(answer is not None and normal(answer) == expected)
 
 
 def score_regex(row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]) -> float:
@@ -41,6 +41,6 @@ def score_choice(
     row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]
 ) -> float:
     """Return 1 if the letter that the answer names as its choice is the row's, else 0."""
-    wanted = golds.parse_choice_gold(row, options)
+    expected = golds.parse_choice_gold(row, options)
     answer = extract_answer(turns, options)
-    return float(answer is not None and choices.find_choice(answer) == wanted)
+    return float(answer is not None and choices.find_choice(answer) == expected)

@@ -108,8 +108,8 @@ async def probe_tier(
         await launcher.stop()
     if ran.status == "ok" and ran.stdout.decode().strip() == PROBE_OUTPUT:
         return ""
-    said = (ran.stderr.decode(errors="replace").strip().splitlines() or [ran.error])[-1]
-    return f"{ran.status}: {said[-200:]}"
+    last_line = (ran.stderr.decode(errors="replace").strip().splitlines() or [ran.error])[-1]
+    return f"{ran.status}: {last_line[-200:]}"
 
 
 def last_log_line(log: Path | None) -> str:
@@ -222,11 +222,11 @@ async def _main() -> None:
     runner is then probed in place of this host's tiers.
     """
     host, clock, problem = SystemHost(), SystemClock(), ""
-    asked = JailSettings(**json.loads(sys.argv[1])) if sys.argv[1:] else JailSettings()
+    settings = JailSettings(**json.loads(sys.argv[1])) if sys.argv[1:] else JailSettings()
     with tempfile.NamedTemporaryFile(prefix="meshrl-probe-") as log:
         place = Path(log.name)
         try:
-            interpreter = select_interpreter(asked)
+            interpreter = select_interpreter(settings)
             if interpreter.runner:
                 found = await detect_runner_tier(interpreter, host, clock, place)
             else:

@@ -61,8 +61,9 @@ def run_init(fds: dict[str, int], request: dict[str, Any], tier: str, proc_fd: i
             syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
         # The policy applies to us, too: all later calls from here must be allowed.
-        held = tier != "runner"  # else the guest alone, which switches to another user before
-        listener = seccomp.install(policy, notify=True) if held else -1
+        # In a runner only the guest is filtered, after it has switched to another user.
+        has_listener = tier != "runner"
+        listener = seccomp.install(policy, notify=True) if has_listener else -1
 
         def report_denied(number: int) -> None:
             if "cells" in fds:  # a session's report comes at its end, many cells later
@@ -73,7 +74,7 @@ def run_init(fds: dict[str, int], request: dict[str, Any], tier: str, proc_fd: i
         ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
         if child == 0:
-            if not held:
+            if not has_listener:
                 _switch_to_guest_user(request["user"])
                 seccomp.install(policy)
             _become_guest({**fds, "closed": closed}, request, program, tier, proc_fd)
@@ -261,7 +262,7 @@ def _signal_all(
             os.kill(-1, signal_number)
         return
     reported: set[int] = set()
-    stood, until = False, time.monotonic() + STOP_TIMEOUT_S
+    all_stopped, until = False, time.monotonic() + STOP_TIMEOUT_S
     while True:
         found = cpu.list_stopped()
         fresh = found.keys() - reported
@@ -269,10 +270,10 @@ def _signal_all(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal_number)
         reported |= fresh
-        if not fresh and (stood or time.monotonic() > until):
+        if not fresh and (all_stopped or time.monotonic() > until):
             return
-        stood = signal_number != signal.SIGSTOP or all(found.values())
-        if not fresh and not stood:
+        all_stopped = signal_number != signal.SIGSTOP or all(found.values())
+        if not fresh and not all_stopped:
             time.sleep(STOP_POLL_S)
 
 

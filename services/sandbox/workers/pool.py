@@ -134,10 +134,10 @@ class WorkerPool:
 
     def _postpone(self, batch: Sequence[WaitingCall]) -> None:
         """Postpone the calls of a batch that no worker has begun."""
-        asked = {id(call) for call in batch}
-        unbegun = [call for call in self._queue if id(call) in asked]
-        self._queue = deque(call for call in self._queue if id(call) not in asked)
-        for call in unbegun:
+        batch_ids = {id(call) for call in batch}
+        not_started = [call for call in self._queue if id(call) in batch_ids]
+        self._queue = deque(call for call in self._queue if id(call) not in batch_ids)
+        for call in not_started:
             error = f"{format_name(call.call.name)} was not started: other calls took too long"
             self._set_result(call, CallResult(POSTPONED, None, error))
 
@@ -210,14 +210,14 @@ class WorkerPool:
             idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle_waiters.append(idle)
             await idle
-        taken = [self._queue.popleft()]
+        calls = [self._queue.popleft()]
         most = compute_slice_size(len(self._queue) + 1, self._durations.mean_s)
         # A call that has ended a process runs alone, so that it ends no other call.
-        while not taken[0].attempts and self._queue and len(taken) < most:
+        while not calls[0].attempts and self._queue and len(calls) < most:
             if self._queue[0].attempts:
                 break
-            taken.append(self._queue.popleft())
-        return taken
+            calls.append(self._queue.popleft())
+        return calls
 
     async def _serve(self, child: ChildProcess, calls: list[WaitingCall]) -> None:
         calls, frame = self._pack_slice(calls)
@@ -228,8 +228,8 @@ class WorkerPool:
         except (PeerLost, DeadlineExceeded) as error:  # while idle: not caused by these calls
             self._requeue(calls)
             raise _WorkerExited(error.message) from None
-        begun = self._clock.monotonic()
-        self._busy_since[child.pid] = begun
+        started_at = self._clock.monotonic()
+        self._busy_since[child.pid] = started_at
         done = 0
         try:
             for done, call in enumerate(calls):
@@ -253,7 +253,7 @@ class WorkerPool:
             raise
         finally:
             del self._busy_since[child.pid]
-            self._durations.add(self._clock.monotonic() - begun, len(calls))
+            self._durations.add(self._clock.monotonic() - started_at, len(calls))
 
     def _pack_slice(self, calls: list[WaitingCall]) -> tuple[list[WaitingCall], bytes]:
         """Pack the calls that fit into one frame, and return them with the frame.
@@ -261,7 +261,7 @@ class WorkerPool:
         A call whose arguments MessagePack or a frame cannot hold is answered. The rest waits for
         the next frame.
         """
-        kept: list[WaitingCall] = []
+        packed_calls: list[WaitingCall] = []
         packed: list[tuple[int, str, bytes]] = []
         size = 0
         for place, call in enumerate(calls):
@@ -271,13 +271,13 @@ class WorkerPool:
                     call, CallResult(BAD_VALUE, None, self._add_source_location(call, problem))
                 )
                 continue
-            if kept and size + len(arguments) > FRAME_BYTES:
+            if packed_calls and size + len(arguments) > FRAME_BYTES:
                 self._requeue(calls[place:])
                 break
             size += len(arguments)
-            kept.append(call)
-            packed.append((len(kept), call.call.name, arguments))
-        return kept, msgpack.packb(packed)
+            packed_calls.append(call)
+            packed.append((len(packed_calls), call.call.name, arguments))
+        return packed_calls, msgpack.packb(packed)
 
     async def _receive_result(
         self, child: ChildProcess, call_id: int, call: WaitingCall
@@ -299,7 +299,7 @@ class WorkerPool:
     async def _receive_within_deadline(
         self, child: ChildProcess, call_id: int, call: WaitingCall
     ) -> CallResult:
-        begun = self._clock.monotonic()
+        started_at = self._clock.monotonic()
         before: ProcessUsage | None = None
         wait_s = min(FIRST_CPU_CHECK_S, call.call.deadline_s)
         while True:
@@ -312,13 +312,13 @@ class WorkerPool:
                 if usage.state in "Tt":
                     raise PeerLost("the process was stopped by a signal") from None
                 before = before or usage
-                charged = compute_charged_s(self._clock.monotonic() - begun, usage, before)
-                left = call.call.deadline_s - charged
-                if left <= 0 and wait_s <= MIN_CPU_CHECK_S:
+                charged = compute_charged_s(self._clock.monotonic() - started_at, usage, before)
+                remaining_s = call.call.deadline_s - charged
+                if remaining_s <= 0 and wait_s <= MIN_CPU_CHECK_S:
                     took = f"took more than {call.call.deadline_s:g} s"
                     raise DeadlineExceeded(f"{format_name(call.call.name)} {took}") from None
                 # The last check is short, and comes after the loop has read the socket's content.
-                wait_s = max(MIN_CPU_CHECK_S, left)
+                wait_s = max(MIN_CPU_CHECK_S, remaining_s)
                 continue
             if got != call_id:
                 raise BadMessage(f"an answer to call {got} instead of {call_id}")

@@ -97,9 +97,9 @@ class JobRecords:
     ) -> None:
         """Add what Redis has of a job: a record may be corrupt, lost or outdated."""
         record = self.get_or_create(job)
-        told = versions | record.versions
-        if (record.run_dir, record.versions, record.is_known) != (run_dir, told, True):
-            record.run_dir, record.versions, record.is_known = run_dir, told, True
+        merged = versions | record.versions
+        if (record.run_dir, record.versions, record.is_known) != (run_dir, merged, True):
+            record.run_dir, record.versions, record.is_known = run_dir, merged, True
             await self.save(job)
 
     async def add_pinned(self, job: str, run_dir: str, pins: Mapping[str, VersionPin]) -> None:
@@ -154,10 +154,10 @@ class JobRecords:
                 # StorageFull leaves the corrupt one in its place, for the next start.
                 job, unknown = unquote(path.stem), path.with_suffix(".unknown")
                 self._write(unknown, _encode_record(JobRecord(job, is_known=False)))
-                aside = corruption.quarantine(path, self._directory.parent)
+                quarantined_path = corruption.quarantine(path, self._directory.parent)
                 unknown.rename(path)
                 fsync_path(path.parent)
-                lost.append(CorruptRecord(job, path, error.message, aside))
+                lost.append(CorruptRecord(job, path, error.message, quarantined_path))
         return found, lost
 
 
@@ -176,9 +176,9 @@ def _record_path(directory: Path, job: str) -> Path:
 def _encode_record(record: JobRecord) -> bytes:
     versions = {m: [number.lineage, number.version] for m, number in record.versions.items()}
     newest = [record.newest.lineage, record.newest.version, record.newest_manifest]
-    told = {"versions": versions, "newest": newest, "anchors": sorted(record.anchors)}
+    version_fields = {"versions": versions, "newest": newest, "anchors": sorted(record.anchors)}
     return encode_sealed(
-        {"job": record.job, "run_dir": record.run_dir, **told, "known": record.is_known}
+        {"job": record.job, "run_dir": record.run_dir, **version_fields, "known": record.is_known}
     )
 
 

@@ -101,6 +101,6 @@ def find_requested(
         weights_settings.get("keep_every", 0),
         list(led)[-weights_settings.get("keep", 1) :],
     )
-    kept = {manifest: "keep" for number in newest for manifest in led[number]}
+    retained = {manifest: "keep" for number in newest for manifest in led[number]}
     periodic = [number for number in led if every and number and number % every == 0]
-    return kept | {manifest: "keep_every" for number in periodic for manifest in led[number]}
+    return retained | {manifest: "keep_every" for number in periodic for manifest in led[number]}

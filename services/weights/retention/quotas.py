@@ -58,10 +58,10 @@ class VersionQuotas:
         refused = {
             job: refusal.reason for job, refusal in self._rejections.items() if refusal.reason
         }
-        told = self._nearly_full | refused
+        reasons_by_job = self._nearly_full | refused
         return {
             "quota_refused": self.rejection_count,
-            "quota_trouble": "; ".join(told[job] for job in sorted(told)),
+            "quota_trouble": "; ".join(reasons_by_job[job] for job in sorted(reasons_by_job)),
         }
 
     async def check_quota(self, row: jobs.JobRow, offered: Manifest) -> None:
@@ -69,18 +69,21 @@ class VersionQuotas:
         quota, record = read_quota_bytes(row), self._records.get_or_create(row.id)
         if quota and await self._compute_bytes(record.versions, offered) > quota:
             await self._sweep_if_due(row.id, offered.version)
-        if not quota or (held := await self._compute_bytes(record.versions, offered)) <= quota:
+        if (
+            not quota
+            or (required_bytes := await self._compute_bytes(record.versions, offered)) <= quota
+        ):
             self._rejections.pop(row.id, None)
             return
         self.rejection_count += 1
         why = (
             f"with version {offered.version} the versions of {row.id} would take "
-            f"{format_bytes(held)}, and its quota is {format_bytes(quota)}"
+            f"{format_bytes(required_bytes)}, and its quota is {format_bytes(quota)}"
         )
         refusal = self._get_rejection(row.id, offered.version)
         if not refusal.reason:  # once for each rejected version
-            told = {"job": row.id, "version": offered.version, "why": why, "fix": QUOTA_FIX}
-            about = told | {"held": held, "quota": quota}
+            fields = {"job": row.id, "version": offered.version, "why": why, "fix": QUOTA_FIX}
+            about = fields | {"held": required_bytes, "quota": quota}
             await events.append(self._mesh.state, REJECTED_EVENT, about)
         refusal.reason = f"{why}: training waits"
         raise QuotaExceeded(why, where="weights.quota_gb", fix=QUOTA_FIX)
@@ -113,17 +116,23 @@ class VersionQuotas:
             quota = 0 if row.is_terminal else read_quota_bytes(row)
             if not quota or not row.manifest:
                 continue
-            held = await self._compute_bytes(self._records.get_or_create(row.id).versions)
+            used_bytes = await self._compute_bytes(self._records.get_or_create(row.id).versions)
             last = await self._compute_bytes([row.manifest])
-            if held + last <= quota:
+            if used_bytes + last <= quota:
                 continue
             near[row.id] = (
-                f"the versions of {row.id} take {format_bytes(held)} of {format_bytes(quota)}, "
-                f"and the next one needs up to {format_bytes(last)}"
+                f"the versions of {row.id} take {format_bytes(used_bytes)} of "
+                f"{format_bytes(quota)}, and the next one needs up to {format_bytes(last)}"
             )
             if row.id not in self._nearly_full:
-                told = {"job": row.id, "held": held, "next": last, "quota": quota, "fix": QUOTA_FIX}
-                await events.append(self._mesh.state, QUOTA_EVENT, told | {"why": near[row.id]})
+                fields = {
+                    "job": row.id,
+                    "held": used_bytes,
+                    "next": last,
+                    "quota": quota,
+                    "fix": QUOTA_FIX,
+                }
+                await events.append(self._mesh.state, QUOTA_EVENT, fields | {"why": near[row.id]})
             self._nearly_full[row.id] = near[row.id]
         self._nearly_full = near
 

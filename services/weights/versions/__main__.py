@@ -51,10 +51,10 @@ def run_pin(arguments: argparse.Namespace) -> Answer:
     one = run.resolve(arguments.version)
     before = run.pins.get(one.manifest)
     note = arguments.note or (before.note if before else "")
-    made = VersionPin(
+    pin = VersionPin(
         str(arguments.run.resolve()), one.lineage, one.version, note, SystemClock().wall()
     )
-    pin_version(run.chunks, run.job, one.manifest, made)
+    pin_version(run.chunks, run.job, one.manifest, pin)
     return {"job": run.job, "version": asdict(one), "note": note, "was_pinned": before is not None}
 
 
@@ -62,8 +62,8 @@ def run_unpin(arguments: argparse.Namespace) -> Answer:
     run = RunVersions.read(arguments.run)
     one = run.resolve(arguments.version)
     was = unpin_version(run.chunks.directory, run.job, one.manifest)
-    left = [why for why in one.why if why != "pinned"]
-    return {"job": run.job, "version": asdict(one), "was_pinned": was, "why": left}
+    remaining_reasons = [why for why in one.why if why != "pinned"]
+    return {"job": run.job, "version": asdict(one), "was_pinned": was, "why": remaining_reasons}
 
 
 def run_diff(arguments: argparse.Namespace) -> Answer:
@@ -103,12 +103,12 @@ def run_copy(arguments: argparse.Namespace) -> Answer:
     done, failed = [], []
     for manifest in arguments.manifests or [one.manifest for one in run.list_permanent()]:
         try:
-            told: Answer = {"copied": copy_version(run, run.resolve(manifest), arguments.to)}
-            done += [told["copied"]] if told["copied"] else []
+            outcome: Answer = {"copied": copy_version(run, run.resolve(manifest), arguments.to)}
+            done += [outcome["copied"]] if outcome["copied"] else []
         except (MeshError, OSError) as error:
-            told = {"error": _encode_error(error)}
-            failed.append({"manifest": manifest, "error": told["error"]})
-        print(json.dumps({"manifest": manifest} | told), flush=True)
+            outcome = {"error": _encode_error(error)}
+            failed.append({"manifest": manifest, "error": outcome["error"]})
+        print(json.dumps({"manifest": manifest} | outcome), flush=True)
     return {"copied": done, "failed": failed}
 
 
@@ -124,12 +124,12 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
 
     def command(name: str, does: Callable[[argparse.Namespace], Answer], *words: str) -> Any:
-        made = commands.add_parser(name)
-        made.set_defaults(does=does)
-        made.add_argument("run", type=Path)
+        subparser = commands.add_parser(name)
+        subparser.set_defaults(does=does)
+        subparser.add_argument("run", type=Path)
         for word in words:
-            made.add_argument(word)
-        return made
+            subparser.add_argument(word)
+        return subparser
 
     command("list", run_list)
     command("pin", run_pin, "version").add_argument("--note", default="")
@@ -147,9 +147,9 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def run_command(argv: Sequence[str]) -> Answer:
-    asked = _make_parser().parse_args(argv)
+    arguments = _make_parser().parse_args(argv)
     try:
-        found: Answer = asked.does(asked)
+        found: Answer = arguments.does(arguments)
     except OSError as error:
         raise convert_os_error(error) from error
     return found

@@ -42,14 +42,14 @@ def export_to(
         Refused: The target has other files.
         ConfigError: The kind of URL is unknown.
     """
-    asked = StoredVersion(version.version, version.manifest)
+    stored_version = StoredVersion(version.version, version.manifest)
     if not is_url(target):
-        export.export_version(run.run_dir, asked, Path(target))
+        export.export_version(run.run_dir, stored_version, Path(target))
         return sum(_read_file_sizes(Path(target)).values())
     there = RemoteDirectory(target, setting, "the target of the copy", writer_id=version.manifest)
     exports = run.run_dir / "exports"
-    for left in exports.glob(f"{SCRATCH_PREFIX}-*"):  # left by killed exports to URLs
-        with suppress(Refused, OSError), scratch_directory(left):  # unless it is in progress
+    for leftover in exports.glob(f"{SCRATCH_PREFIX}-*"):  # left by killed exports to URLs
+        with suppress(Refused, OSError), scratch_directory(leftover):  # unless it is in progress
             pass
     if _read_document(there, EXPORT_MARKER).get("manifest") == version.manifest:
         there.remove(UNFINISHED_MARKER)
@@ -59,11 +59,11 @@ def export_to(
     place = hashlib.sha256(target.encode()).hexdigest()[:NAME_DIGITS]
     with scratch_directory(
         exports / f"{SCRATCH_PREFIX}-{version.manifest[:NAME_DIGITS]}-{place}"
-    ) as made:
+    ) as scratch:
         data = JobData.from_document(run.job, run.document, str(run.run_dir))
-        export.write_export(data, asked, made, made)
-        _upload_files(made, there, _prepare_target(there, version.manifest, is_owned=own))
-        return sum(_read_file_sizes(made).values())
+        export.write_export(data, stored_version, scratch, scratch)
+        _upload_files(scratch, there, _prepare_target(there, version.manifest, is_owned=own))
+        return sum(_read_file_sizes(scratch).values())
 
 
 def _check_target(remote: RemoteDirectory, *, is_owned: bool) -> dict[str, int]:
@@ -114,8 +114,8 @@ def copy_version(run: RunVersions, version: VersionSummary, base_url: str) -> di
     if _read_document(there, EXPORT_MARKER).get("manifest") == version.manifest:
         return {}
     size = export_to(run, version, out, COPIES_KEY)
-    told = {"lineage": version.lineage, "version": version.version, "manifest": version.manifest}
-    return told | {"url": redact_url(out), "bytes": size}
+    fields = {"lineage": version.lineage, "version": version.version, "manifest": version.manifest}
+    return fields | {"url": redact_url(out), "bytes": size}
 
 
 def _read_document(remote: RemoteDirectory, name: str) -> dict[str, object]:

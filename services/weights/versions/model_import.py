@@ -64,17 +64,17 @@ def import_model(directory: Path, run: Path, name: str, dtype: str) -> dict[str,
     kind = SAFETENSORS_TYPES[dtype]
     config = load_config(directory)
     # A fixed name: the next import removes the leftovers of a killed one.
-    with scratch_directory(run.parent / f".{run.name}.importing") as made:
-        version = _stage_version(ChunkStore(made / "store"), name, directory, config, kind)
-        document = _write_job(made, run, directory, name, dtype, config)
-        _write_records(made, run, name, version)
-        there = document["bundle"] | {"dir": str(made / "bundle" / document["bundle"]["digest"])}
-        data = JobData.from_document(name, document | {"bundle": there}, str(made))
-        (made / MODEL_FOLDER).mkdir()
-        write_export(data, Committed(0, version.digest), made / MODEL_FOLDER, run / MODEL_FOLDER)
-        fsync_tree(made)
+    with scratch_directory(run.parent / f".{run.name}.importing") as scratch:
+        version = _stage_version(ChunkStore(scratch / "store"), name, directory, config, kind)
+        document = _write_job(scratch, run, directory, name, dtype, config)
+        _write_records(scratch, run, name, version)
+        there = document["bundle"] | {"dir": str(scratch / "bundle" / document["bundle"]["digest"])}
+        data = JobData.from_document(name, document | {"bundle": there}, str(scratch))
+        (scratch / MODEL_FOLDER).mkdir()
+        write_export(data, Committed(0, version.digest), scratch / MODEL_FOLDER, run / MODEL_FOLDER)
+        fsync_tree(scratch)
         try:
-            made.rename(run)
+            scratch.rename(run)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
@@ -83,8 +83,8 @@ def import_model(directory: Path, run: Path, name: str, dtype: str) -> dict[str,
             ) from error
         fsync_path(run.parent)
     sizes = sum(piece.size_bytes for piece in version.manifest.tensors)
-    told = {"manifest": version.digest, "image": version.published_identity, "bytes": sizes}
-    return {"run": str(run), "job": name} | told
+    fields = {"manifest": version.digest, "image": version.published_identity, "bytes": sizes}
+    return {"run": str(run), "job": name} | fields
 
 
 def _stage_version(
@@ -138,8 +138,8 @@ def _write_job(
     place = str(run.absolute() / "bundle" / digest)
     about = {"dir": place, "digest": digest, "files": listed, "parameters": config.num_parameters}
     document |= {"bundle": about}
-    held = {"job": name, "document": document, "imported": str(directory.absolute())}
-    documents.write(scratch / "job.json", held)
+    record = {"job": name, "document": document, "imported": str(directory.absolute())}
+    documents.write(scratch / "job.json", record)
     return document
 
 

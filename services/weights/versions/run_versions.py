@@ -46,7 +46,9 @@ def list_versions(run: Path) -> list[StoredVersion]:
             found = {n: digest for n, digest in found.items() if n < step}
             found[step] = fields["manifest"]
     if not found:  # no commit was recorded
-        found = {held["step"]: held["weights"] for _, held in read_checkpoints(run)}
+        found = {
+            checkpoint["step"]: checkpoint["weights"] for _, checkpoint in read_checkpoints(run)
+        }
     return [StoredVersion(step, digest) for step, digest in sorted(found.items())]
 
 
@@ -126,8 +128,8 @@ class RunVersions:
         return found[0]
 
     def _find_matches(self, reference: str) -> list[VersionSummary]:
-        if whole := [one for one in self.versions if one.manifest == reference]:
-            return whole
+        if exact_matches := [one for one in self.versions if one.manifest == reference]:
+            return exact_matches
         if reference == "last":
             return [one for one in self.versions if one.current]
         if reference == "best":
@@ -171,13 +173,13 @@ def read_job(run: Path) -> tuple[str, dict[str, Any]]:
     """
     path = run / "job.json"
     try:
-        held = documents.decode(path.read_bytes(), str(path))
+        content = documents.decode(path.read_bytes(), str(path))
     except (FileNotFoundError, NotADirectoryError):
         raise NotFound(
             f"there is no run in {run}: it has no job.json",
             fix="Name a run directory, such as one below runs/",
         ) from None
-    job, document = held.get("job"), held.get("document")
+    job, document = content.get("job"), content.get("document")
     if not isinstance(job, str) or not isinstance(document, dict):
         raise CorruptData("the file lacks the name or the document of the job", where=str(path))
     return job, document
@@ -194,7 +196,7 @@ def _read_record(run: RunVersions) -> JobRecord:
 
 
 def _list_versions(run: RunVersions, record: JobRecord) -> list[VersionSummary]:
-    named = {held["weights"] for _, held in read_checkpoints(run.run_dir)}
+    named = {checkpoint["weights"] for _, checkpoint in read_checkpoints(run.run_dir)}
     manifests: dict[str, Manifest] = {}
     for digest in {
         *record.versions,
@@ -213,7 +215,7 @@ def _list_versions(run: RunVersions, record: JobRecord) -> list[VersionSummary]:
         else record.newest_manifest
     )
     current = numbers.get(last, record.newest if record.newest_manifest else NO_COMMIT)
-    asked = find_requested(numbers, current, run.document.get("weights", {}))
+    requested = find_requested(numbers, current, run.document.get("weights", {}))
     bases = {one.base.manifest for one in manifests.values() if one.base}
     reference = run.document.get("models", {}).get("reference", {}).get("path")
     users = Counter(chunk for one in manifests.values() for chunk in compute_chunk_sizes([one]))
@@ -228,7 +230,7 @@ def _list_versions(run: RunVersions, record: JobRecord) -> list[VersionSummary]:
             "anchor": digest in record.anchors,  # hosts with older versions get deltas from it
             "checkpoint": digest in named,
             "reference": reference == INITIAL and manifests[digest].version == 0,
-            f"weights.{asked.get(digest)}": digest in asked and digest != last,
+            f"weights.{requested.get(digest)}": digest in requested and digest != last,
         }
         return [reason for reason, holds in reasons.items() if holds]
 

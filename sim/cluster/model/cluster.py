@@ -153,8 +153,8 @@ class SimCluster:
         now_s = self.event_queue.now_s
         begin = self._pool.apply_decisions(decisions, now_s)
         there = {r.id for gang in self._pool.gangs.values() for r in gang.instances}
-        for gone in [one for one in self._job_of_instance if one not in there]:
-            self.jobs[self._job_of_instance.pop(gone)].remove_instance(gone)
+        for removed in [one for one in self._job_of_instance if one not in there]:
+            self.jobs[self._job_of_instance.pop(removed)].remove_instance(removed)
         for gang, resident in begin:
             if resident.tier != Tier.ACCELERATOR and self._job_of_instance.pop(resident.id, ""):
                 self.jobs[resident.job].remove_instance(resident.id)

@@ -164,11 +164,11 @@ class SimEngine:
 
     def _update_request(self, request: SimRequest) -> None:
         """Update a request with its generated tokens."""
-        made = min(request.remaining_tokens, self._progress_steps - request.start_step)
+        new_tokens = min(request.remaining_tokens, self._progress_steps - request.start_step)
         self._context_offset -= request.context_tokens - request.start_step
-        request.made_tokens += made
-        request.remaining_tokens -= made
-        request.context_tokens += made
+        request.made_tokens += new_tokens
+        request.remaining_tokens -= new_tokens
+        request.context_tokens += new_tokens
 
     def _schedule_next(self) -> None:
         """Schedule the next end of a request or update of the rate."""

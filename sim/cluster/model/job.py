@@ -174,10 +174,10 @@ class SimJob:
                     )
 
     def _on_trajectory_end(self, shard: SimShard, trajectory: SimTrajectory) -> None:
-        whole = self.training.end_trajectory(
+        completed_groups = self.training.end_trajectory(
             trajectory.group, trajectory.oldest_version, trajectory.context_tokens
         )
-        shard.work_counter.groups += whole
+        shard.work_counter.groups += completed_groups
         self._fill_shard(shard, self.training.capacity)
 
     def _on_commit(self) -> None:
@@ -231,12 +231,12 @@ class SimJob:
         )
 
     def _collect_measurements(self) -> Measurements:
-        alike: dict[int, list[SimEngine]] = {}
+        engines_by_speed: dict[int, list[SimEngine]] = {}
         for engine in self.engines:
-            alike.setdefault(id(engine.speed), []).append(engine)
+            engines_by_speed.setdefault(id(engine.speed), []).append(engine)
         curves = tuple(
-            same[0].speed.make_curve(round(mean(one.steps for one in same)))
-            for same in alike.values()
+            engines[0].speed.make_curve(round(mean(one.steps for one in engines)))
+            for engines in engines_by_speed.values()
         )
         work = {f"shard-{n}": shard.work for n, shard in enumerate(self.shards)}
         lengths = [

@@ -91,8 +91,8 @@ class SimPool:
                         self.moves[resident.id] = move
                 case RemoveInstance(gang, resident_id):
                     there = self.gangs[gang]
-                    kept = tuple(r for r in there.instances if r.id != resident_id)
-                    self.gangs[gang] = replace(there, instances=kept)
+                    remaining = tuple(r for r in there.instances if r.id != resident_id)
+                    self.gangs[gang] = replace(there, instances=remaining)
                     begin.pop(resident_id, None)
                     self.moves.pop(resident_id, None)
                 case FinishMove(move):
@@ -109,9 +109,9 @@ class SimPool:
         """Form a gang of free workers of one host, with an engine; raise ConfigError if no host has
         enough.
         """
-        taken = {worker for gang in self.gangs.values() for worker in gang.workers}
+        used_workers = {worker for gang in self.gangs.values() for worker in gang.workers}
         for host in self.hosts:
-            free = [w.id for w in self.workers if w.host == host and w.id not in taken][
+            free = [w.id for w in self.workers if w.host == host and w.id not in used_workers][
                 :tensor_parallel_size
             ]
             if len(free) == tensor_parallel_size:

@@ -88,9 +88,9 @@ class SimShard:
         `has_length_buckets` engines form buckets by degree, for trajectories of up to
         `max_tokens` tokens.
         """
-        whole = [LengthBucket(max_tokens, slots)]
+        buckets = [LengthBucket(max_tokens, slots)]
         self._scheduler = BucketScheduler(
-            whole, 1, LengthTrees(), follows_engines=has_length_buckets
+            buckets, 1, LengthTrees(), follows_engines=has_length_buckets
         )
         self._has_length_buckets = has_length_buckets
         self.engines: dict[str, ShardEngine] = {}

@@ -72,10 +72,10 @@ class ModelTraining:
             TrainingWork(MICRO_BATCH_COUNT, MICRO_BATCH_COUNT * one, MICRO_BATCH_COUNT * one * one)
             for one in trajectory_tokens
         ]
-        taken = [
+        step_times_s = [
             predict_step_s(self.shape, self.accelerator, self._replica, work) for work in every
         ]
-        return [(one_s - self._idle_s) / MICRO_BATCH_COUNT for one_s in taken]
+        return [(one_s - self._idle_s) / MICRO_BATCH_COUNT for one_s in step_times_s]
 
     @cached_property
     def _empty_s(self) -> float:

@@ -60,15 +60,15 @@ class LogNormalWorkload:
 
     def draw_script(self, group: int, member: int, progress: float) -> TrajectoryScript:
         random = Random(self.seed).child(f"{group}/{member}")
-        left, turns = self.max_tokens, []
+        remaining, turns = self.max_tokens, []
         for _ in range(self.turns):
             drawn = self.median_tokens.get_value(progress) * math.exp(
                 self.log_sigma.get_value(progress) * random.gauss(0.0, 1.0)
             )
-            tokens = min(left, float(max(1, round(drawn))))
+            tokens = min(remaining, float(max(1, round(drawn))))
             turns.append(SimTurn(tokens, self.tool_s.get_value(progress), self.answer_tokens))
-            left -= tokens
-            if left <= 0:
+            remaining -= tokens
+            if remaining <= 0:
                 break
         return TrajectoryScript(self.prompt_tokens, turns)
 
@@ -105,14 +105,14 @@ class ToolChainWorkload:
 
     def draw_script(self, group: int, member: int, progress: float) -> TrajectoryScript:
         random = Random(self.seed).child(f"{group}/{member}")
-        left, scale, last = self.max_tokens, 1.0, False
+        remaining, scale, last = self.max_tokens, 1.0, False
         turns: list[SimTurn] = []
-        while left > 0 and len(turns) < self.max_turns:
+        while remaining > 0 and len(turns) < self.max_turns:
             drawn = self.median_tokens.get_value(progress) * math.exp(
                 self.log_sigma.get_value(progress) * random.gauss(0.0, 1.0)
             )
-            tokens = min(left, float(max(1, round(scale * drawn))))
-            left -= tokens
+            tokens = min(remaining, float(max(1, round(scale * drawn))))
+            remaining -= tokens
             if last:
                 turns.append(SimTurn(tokens))
                 break

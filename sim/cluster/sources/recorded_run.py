@@ -149,7 +149,7 @@ def _build_trace_line(row: TraceRow, sampled_share: float) -> TraceRow:
     behind = max(1.0, row["tokens"] - row["prompt"])
     whole_s = sum(decode_s for decode_s, _ in turns) or 1.0
     answer = behind * (1 - sampled_share) / max(1, len(turns) - 1)
-    told = [
+    turn_rows = [
         {
             "tokens": round(max(1.0, behind * sampled_share * decode_s / whole_s), 1),
             "tool_s": round(tool_s, 4),
@@ -157,7 +157,7 @@ def _build_trace_line(row: TraceRow, sampled_share: float) -> TraceRow:
         }
         for decode_s, tool_s in turns
     ]
-    return {"prompt": row["prompt"], "turns": told}
+    return {"prompt": row["prompt"], "turns": turn_rows}
 
 
 def _find_engine_spans(events: Sequence[Event]) -> list[RoleSpan]:
@@ -186,7 +186,7 @@ def _fit_decode_line(
     edges.sort()
     times = [at for at, _ in edges]
     counts = list(accumulate(more for _, more in edges))
-    taken, beside, weights = [], [], []
+    token_times_s, batch_sizes, weights = [], [], []
     for row in rows:
         decodes = [(b, t) for name, b, t in _list_states(row) if name == "decode" and t > 0]
         decode_s = sum(took_s for _, took_s in decodes)
@@ -200,10 +200,10 @@ def _fit_decode_line(
             / max(1, sum(span.start_s <= began + took_s / 2 < span.end_s for span in engines))
             for began, took_s in decodes
         )
-        taken.append(decode_s / tokens)
-        beside.append(max(1.0, batch / decode_s))
+        token_times_s.append(decode_s / tokens)
+        batch_sizes.append(max(1.0, batch / decode_s))
         weights.append(tokens**0.5)
-    x, y, w = np.array(beside), np.array(taken), np.array(weights)
+    x, y, w = np.array(batch_sizes), np.array(token_times_s), np.array(weights)
     slope, base = (
         np.polyfit(x, y, 1, w=w) if np.ptp(x) > 1 else (0.0, float(np.average(y, weights=w)))
     )
@@ -230,15 +230,15 @@ def _compute_switch_times(events: Sequence[Event]) -> dict[str, float]:
     """Compute the start times of engines and hybrids. Cores are excluded, as they include a warm
     start and never move.
     """
-    begun: dict[str, tuple[str, int]] = {}
+    starts: dict[str, tuple[str, int]] = {}
     took_s: dict[str, list[float]] = {Role.ROLLOUT: [], Role.TRAINING: []}
     for event in events:
         fields = event.fields
         resident = str(fields.get("resident", ""))
         if event.kind == "desired" and fields["role"] in took_s and not fields["core"]:
-            begun.setdefault(resident, (str(fields["role"]), event.ms))
-        elif event.kind == "actual" and fields.get("status") == READY_STATUS and resident in begun:
-            role, since_ms = begun.pop(resident)
+            starts.setdefault(resident, (str(fields["role"]), event.ms))
+        elif event.kind == "actual" and fields.get("status") == READY_STATUS and resident in starts:
+            role, since_ms = starts.pop(resident)
             took_s[role].append((event.ms - since_ms) / 1000)
     every = [one for found in took_s.values() for one in found]
     if not every:

@@ -194,15 +194,15 @@ def read_arms(path: Path, changes: list[str]) -> dict[str, Arm]:
 
     for change in changes:
         apply_change(document, change)
-    whole = SCENARIO_SCHEMA.validate(document, fail)
+    combined = SCENARIO_SCHEMA.validate(document, fail)
     found: dict[str, Arm] = {}
     for what, names in (
-        ("arms", [a.name for a in whole.arms]),
-        ("jobs", [j.name for j in whole.jobs]),
+        ("arms", [a.name for a in combined.arms]),
+        ("jobs", [j.name for j in combined.jobs]),
     ):
         if twice := [name for n, name in enumerate(names) if name in names[:n]]:
             raise fail(what, f"two {what} have the name {twice[0]}", "Use a unique name for each")
-    for arm in whole.arms or [ArmTable()]:
+    for arm in combined.arms or [ArmTable()]:
         changed = copy.deepcopy(document)
         for change in arm.set:
             apply_change(changed, change)

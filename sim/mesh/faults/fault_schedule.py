@@ -92,9 +92,9 @@ class FaultSchedule:
     async def stop_and_repair(self) -> None:
         for task in self._tasks:
             task.cancel()
-        for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
-            if isinstance(ended, Exception):  # a defect of the simulation itself
-                raise ended
+        for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):  # a defect of the simulation itself
+                raise outcome
         world = self._mesh
         world.record.log_event("settle")
         for process in list(world.machine.live_processes):
@@ -229,15 +229,15 @@ class FaultSchedule:
         A rollback of all files as well would be undetectable. So would a rollback just after a
         power cut, which lost the records of the last seconds.
         """
-        world, held = self._mesh, self._mesh.redis.server.copy_state()
+        world, older_state = self._mesh, self._mesh.redis.server.copy_state()
         what = random.choice(["older", "alone", "unloadable"])
         world.record.log_event(f"rollback of redis ({what}) in {duration_s:.3f}")
         await self._clock.sleep(duration_s)
         match what:
             case "older" if world.is_on:
-                await world.lose_redis(held)
+                await world.lose_redis(older_state)
             case "alone" if world.is_on:
-                world.redis.restart(held)
+                world.redis.restart(older_state)
             case "unloadable":
                 await world.lose_redis(None)
 

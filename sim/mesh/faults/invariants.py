@@ -43,7 +43,11 @@ def check_invariants(final_state: FinalState, limits: InvariantLimits) -> list[s
         "nothing_left": check_nothing_left,
         "the_end": check_final_phase,
     }
-    return [f"{name}: {told}" for name, one in every.items() for told in one(final_state, limits)]
+    return [
+        f"{name}: {violation}"
+        for name, one in every.items()
+        for violation in one(final_state, limits)
+    ]
 
 
 def compute_fates(final_state: FinalState) -> tuple[set[int], dict[int, list[str]]]:
@@ -54,30 +58,30 @@ def compute_fates(final_state: FinalState) -> tuple[set[int], dict[int, list[str
     def end(group: int, how: str) -> None:
         ends.setdefault(group, []).append(how)
 
-    for kind, told in final_state.events:
+    for kind, fields in final_state.events:
         if kind == "opened":
-            opened.update(told["groups"])
+            opened.update(fields["groups"])
         elif kind == "stale":
-            for row in told["groups"]:
+            for row in fields["groups"]:
                 end(row["group"], "stale")
         elif kind in _GROUP_END_EVENTS:
-            end(told["group"], kind)
+            end(fields["group"], kind)
         elif kind == "step":
-            for row in told["groups"]:
-                end(row["group"], f"step {told['step']}")
+            for row in fields["groups"]:
+                end(row["group"], f"step {fields['step']}")
         elif kind == "restored":  # by a resume, after Redis had lost its state
             opened, ends = set(), {}
         elif kind == "lineage":
             for group, hows in ends.items():
-                gone = told.get(
+                lost_through = fields.get(
                     "lost_through", 0
                 )  # an older checkpoint does not contain its groups
                 lost = any(
-                    _is_later_step(how, told["version"]) and not _is_later_step(how, gone)
+                    _is_later_step(how, fields["version"]) and not _is_later_step(how, lost_through)
                     for how in hows
                 )
-                kept = [how for how in hows if not _is_later_step(how, told["version"])]
-                ends[group] = [*kept, "lost"] if lost else kept
+                remaining = [how for how in hows if not _is_later_step(how, fields["version"])]
+                ends[group] = [*remaining, "lost"] if lost else remaining
     return opened, {group: hows for group, hows in ends.items() if hows}
 
 
@@ -88,14 +92,14 @@ def check_history(final_state: FinalState, limits: InvariantLimits) -> Violation
     """
     manifests: dict[tuple[int, int], set[str]] = {}
     opened: Counter[int] = Counter()
-    for kind, told in final_state.history:
+    for kind, fields in final_state.history:
         if kind == "opened":
-            opened.update(told["groups"])
+            opened.update(fields["groups"])
         elif kind == "step":
-            manifests.setdefault((told["lineage"], told["step"]), set()).add(told["manifest"])
-    for (lineage, step), made in sorted(manifests.items()):
-        if len(made) > 1:
-            yield f"version {step} of lineage {lineage} has {len(made)} manifests"
+            manifests.setdefault((fields["lineage"], fields["step"]), set()).add(fields["manifest"])
+    for (lineage, step), digests in sorted(manifests.items()):
+        if len(digests) > 1:
+            yield f"version {step} of lineage {lineage} has {len(digests)} manifests"
     twice = sorted(group for group, times in opened.items() if times > 1)
     if twice:
         yield f"{len(twice)} groups were opened twice: {twice[:5]}"
@@ -103,8 +107,8 @@ def check_history(final_state: FinalState, limits: InvariantLimits) -> Violation
 
 def check_corruption_reported(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """Check that corruption is reported once the file was read."""
-    told = [str(fields) for kind, fields in final_state.history if kind == CORRUPTION_EVENT]
-    told += [final_state.start_error, str(final_state.job_row.get("error"))]
+    reports = [str(fields) for kind, fields in final_state.history if kind == CORRUPTION_EVENT]
+    reports += [final_state.start_error, str(final_state.job_row.get("error"))]
     for damage in final_state.corruptions:
         if damage.kind in APPENDED_KINDS and not _has_record_after_gap(
             read_without_atime(damage.link)
@@ -112,7 +116,7 @@ def check_corruption_reported(final_state: FinalState, limits: InvariantLimits) 
             continue  # as after a power cut
         if damage.path in final_state.replaced_files:
             continue  # quarantined when it was written again
-        if damage.was_read and not any(is_named_in(damage.path, text) for text in told):
+        if damage.was_read and not any(is_named_in(damage.path, text) for text in reports):
             yield f"{damage.path} ({damage.method}) was read, but its corruption was not reported"
 
 
@@ -153,13 +157,13 @@ def check_exactly_once(final_state: FinalState, limits: InvariantLimits) -> Viol
 def check_steps_contiguous(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """Check that the steps of the current lineage are contiguous up to the current version."""
     steps: list[int] = []
-    for kind, told in final_state.events:
+    for kind, fields in final_state.events:
         if kind == "step":
-            steps.append(told["step"])
+            steps.append(fields["step"])
         elif kind == "restored":
-            steps = list(range(1, told["version"] + 1))
+            steps = list(range(1, fields["version"] + 1))
         elif kind == "lineage":
-            steps = [step for step in steps if step <= told["version"]]
+            steps = [step for step in steps if step <= fields["version"]]
     version = int(final_state.job_row.get("version", -1))
     if steps != list(range(1, version + 1)):
         yield f"version {version} consists of the steps {steps}"
@@ -170,24 +174,26 @@ def check_steps_contiguous(final_state: FinalState, limits: InvariantLimits) -> 
 
 def check_staleness(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """Check that no trained token is staler than the limit."""
-    for kind, told in final_state.events:
+    for kind, fields in final_state.events:
         if kind != "step":
             continue
-        for row in told["groups"]:
-            seen = final_state.trained_groups.get((told["lineage"], told["step"], row["group"]))
-            if (told["lineage"], told["step"], row["group"]) in final_state.unreadable_groups:
+        for row in fields["groups"]:
+            observed = final_state.trained_groups.get(
+                (fields["lineage"], fields["step"], row["group"])
+            )
+            if (fields["lineage"], fields["step"], row["group"]) in final_state.unreadable_groups:
                 continue
-            if seen is None:
+            if observed is None:
                 yield (
-                    f"step {told['step']} trained on group {row['group']}, which was not observed"
+                    f"step {fields['step']} trained on group {row['group']}, which was not observed"
                 )
                 continue
-            oldest = seen.oldest_version
-            if seen.abandoned_above >= 0:
-                oldest = min(oldest, seen.abandoned_above)
-            age = told["step"] - 1 - oldest
-            if not row["filtered"] and seen.oldest_version >= 0 and age > limits.max_staleness:
-                yield f"step {told['step']} trained on group {row['group']}, {age} versions old"
+            oldest = observed.oldest_version
+            if observed.abandoned_above >= 0:
+                oldest = min(oldest, observed.abandoned_above)
+            age = fields["step"] - 1 - oldest
+            if not row["filtered"] and observed.oldest_version >= 0 and age > limits.max_staleness:
+                yield f"step {fields['step']} trained on group {row['group']}, {age} versions old"
 
 
 def check_group_indexes(final_state: FinalState, limits: InvariantLimits) -> Violations:

@@ -85,13 +85,13 @@ class StateObserver:
         if get_script_name(words) != "commit_step" or words[3] != self._job:
             return
         self._read_events()
-        asked = json.loads(words[3 + int(words[2])])
-        for group in asked["groups"]:
+        request = json.loads(words[3 + int(words[2])])
+        for group in request["groups"]:
             row = self._read_hash(f"{self._job}:group:{group}")
             if "digest" in row:
-                key = asked["lineage"], asked["step"], group
-                if (seen := self._read_group(row)) is not None:
-                    self._trained_groups.setdefault(key, seen)
+                key = request["lineage"], request["step"], group
+                if (observed := self._read_group(row)) is not None:
+                    self._trained_groups.setdefault(key, observed)
                 else:
                     self._unreadable_groups.add(key)
 
@@ -101,12 +101,12 @@ class StateObserver:
         """
         since = f"({self._events[-1][0]}" if self._events else "-"
         for id_, fields in self._run_command("XRANGE", EVENTS, since, "+"):
-            told = json.loads(fields["fields"]) | json.loads(fields["extra"])
-            self._events.append((id_, fields["kind"], told))
+            event_fields = json.loads(fields["fields"]) | json.loads(fields["extra"])
+            self._events.append((id_, fields["kind"], event_fields))
             event = id_, str(sorted(fields.items()))
             if event not in self._known_events:
                 self._known_events.add(event)
-                self._history.append((fields["kind"], told))
+                self._history.append((fields["kind"], event_fields))
 
     def _drop_lost_events(self) -> None:
         """Drop events that a rolled-back stream no longer has."""
@@ -136,7 +136,7 @@ class StateObserver:
             trained_groups=self._trained_groups,
             job_row=self._read_hash(f"{self._job}:job"),
         )
-        found.events = self._filter_own((kind, told) for _, kind, told in self._events)
+        found.events = self._filter_own((kind, fields) for _, kind, fields in self._events)
         found.history, found.unreadable_groups = (
             self._filter_own(self._history),
             self._unreadable_groups,
@@ -145,14 +145,14 @@ class StateObserver:
             members = self._run_command("ZRANGE", f"{self._job}:{state}", 0, -1)
             found.groups_by_state[state] = [int(member) for member in members]
         opened = (
-            group for kind, told in found.events if kind == "opened" for group in told["groups"]
+            group for kind, fields in found.events if kind == "opened" for group in fields["groups"]
         )
         for group in opened:
             if row := self._read_hash(f"{self._job}:group:{group}"):
                 found.group_rows[group] = row
         now_ms = self._redis.clock.wall() * 1000
         for name in sorted(
-            {told["name"] for _, kind, told in self._events if kind == "registered"}
+            {fields["name"] for _, kind, fields in self._events if kind == "registered"}
         ):
             entry = self._read_hash(f"{{mesh}}:entry:{name}")
             if entry.get("is_released") != "1" and float(entry.get("expires_ms", 0)) > now_ms:

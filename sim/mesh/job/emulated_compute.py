@@ -68,10 +68,10 @@ class SteppedEngine(SimulatedEngine):
         key = np.array([seed_to_key(request.seed)], np.uint64)
         deviation = STANDARD_NORMAL.inv_cdf(float(draw_uniforms(key, np.array([begin]))[0]))
         share = self._workload.compute_progress(self.version)
-        whole = self._workload.median_tokens.get_value(share) * math.exp(
+        turn_tokens = self._workload.median_tokens.get_value(share) * math.exp(
             self._workload.log_sigma.get_value(share) * deviation
         )
-        return max(1, round(whole) - (len(request.tokens) - begin))
+        return max(1, round(turn_tokens) - (len(request.tokens) - begin))
 
 
 class InstantLearner(VectorLearner):

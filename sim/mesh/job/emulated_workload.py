@@ -137,7 +137,7 @@ class EmulatedWorkload:
         """
         count = (self.steps + EXTRA_STEPS) * self.groups_per_step
         share = [self.compute_progress(n // self.groups_per_step) for n in range(count)]
-        alike = [
+        equal_counts = [
             round(1e6 * sum(map(self.equal_reward_share.get_value, share[: n + 1])))
             for n in range(count)
         ]
@@ -146,7 +146,8 @@ class EmulatedWorkload:
                 "prompt": f"{n % 10}?",
                 "turns": self.turns,
                 "tool_s": self.tool_s.get_value(share[n]),
-                "alike": alike[n] // 1_000_000 > (alike[n - 1] // 1_000_000 if n else 0),
+                "alike": equal_counts[n] // 1_000_000
+                > (equal_counts[n - 1] // 1_000_000 if n else 0),
             }
             for n in range(count)
         ]

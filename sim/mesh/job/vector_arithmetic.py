@@ -119,12 +119,12 @@ def make_initial_weights(seed: int) -> Tensor:
 
 def compute_gradient(weights: Tensor, bin: Bin) -> tuple[Tensor, BinStats]:
     """Compute a gradient that depends on every trained token of the bin, and on the weights."""
-    kept = bin.loss_mask
-    told = bin.targets[kept].astype(np.float64) * bin.advantages[kept] * bin.weight[kept]
-    slope = float(told.sum()) + 1e-3 * float(bin.targets[kept].sum())
+    mask = bin.loss_mask
+    terms = bin.targets[mask].astype(np.float64) * bin.advantages[mask] * bin.weight[mask]
+    slope = float(terms.sum()) + 1e-3 * float(bin.targets[mask].sum())
     gradient = weights * 1e-3 + slope
-    tokens = int(kept.sum())
-    sampled = {"sampled_tokens": tokens, "fresh_tokens": int(bin.fresh_mask[kept].sum())}
+    tokens = int(mask.sum())
+    sampled = {"sampled_tokens": tokens, "fresh_tokens": int(bin.fresh_mask[mask].sum())}
     ratios = {"ratio_min": 1.0, "ratio_max": 1.0}
     ratios |= dict.fromkeys(("ratio_sum", "ratio_square_sum"), float(tokens))
     return gradient, BinStats(tokens=tokens, loss_sum=slope, **sampled, **ratios)  # type: ignore[arg-type]
@@ -247,19 +247,19 @@ class VectorProcessGroup:
         left or is late.
         """
         number = self._exchange_counts[rank] = self._exchange_counts.get(rank, -1) + 1
-        brought = self._values.setdefault(number, {})
-        brought[rank] = value
+        values = self._values.setdefault(number, {})
+        values[rank] = value
         self._wake_waiters()
         try:
             async with machine.clock.timeout(deadline_s, "a collective"):
-                while len(brought) < self.ranks and not self.is_broken:
+                while len(values) < self.ranks and not self.is_broken:
                     await self._wakeup.wait()
         except DeadlineExceeded as error:
             self.leave()
             raise RankLost(f"a collective failed: {error}", where=f"rank {rank}") from error
-        if len(brought) < self.ranks:
+        if len(values) < self.ranks:
             raise RankLost("a collective failed: a rank has left", where=f"rank {rank}")
-        return [brought[one] for one in range(self.ranks)]
+        return [values[one] for one in range(self.ranks)]
 
 
 class VectorRank(_VectorState, Rank):
@@ -278,9 +278,9 @@ class VectorRank(_VectorState, Rank):
         get_current_process().exit_callbacks.append(self.leave)
 
     def _reset(self) -> None:
-        whole = make_initial_weights(self._seed)
-        self.parameter_count = whole.numel()
-        self._flat_weights = self._slice_own(whole).clone()
+        weights = make_initial_weights(self._seed)
+        self.parameter_count = weights.numel()
+        self._flat_weights = self._slice_own(weights).clone()
         self._momentum, self.steps = torch.zeros_like(self._flat_weights), 0
 
     def _slice_own(self, whole: Tensor) -> Tensor:
@@ -381,8 +381,8 @@ class VectorRank(_VectorState, Rank):
         """Compute a round: keep this rank's shard of the summed gradients; return its own bin's
         statistics.
         """
-        gradients, whole = self._gradients, await self._gather_flat(self._flat_weights)
-        gradient, stats = compute_gradient(whole, bins[0])
+        gradients, full_weights = self._gradients, await self._gather_flat(self._flat_weights)
+        gradient, stats = compute_gradient(full_weights, bins[0])
         summed = sum(await self._all_gather(gradient))
         assert isinstance(summed, Tensor)
         gradients.add(index, self._slice_own(summed).clone())

@@ -192,10 +192,10 @@ class ProcessContext:
         answers: set[asyncio.Task[None]] = set()
 
         async def answer(number: int, *operation: Any) -> None:
-            told = job_environments.run_operation(*operation)
+            result = job_environments.run_operation(*operation)
             if (seconds := take_pending_wait_s()) > 0:
                 await self.machine.clock.sleep(seconds)
-            process.channel.to_parent.put_nowait(pack_message([[number, *told]]))
+            process.channel.to_parent.put_nowait(pack_message([[number, *result]]))
 
         while (block := await process.channel.to_child.get()) is not None:
             for operation in msgpack.unpackb(block, raw=False):

@@ -47,9 +47,9 @@ class VirtualRedisGate:
 
         noted = notes.read_note(self._watermark_file, damaged)
         self._token_floor, self.watermark = noted.token_floor, noted.watermark
-        held = await self._read_watermark()
-        why = rollback.explain_rollback(held, self.watermark)
-        if why and not held.is_empty:
+        current = await self._read_watermark()
+        why = rollback.explain_rollback(current, self.watermark)
+        if why and not current.is_empty:
             self._redis.restart()
         await self._admit(why)
 
@@ -85,25 +85,28 @@ class VirtualRedisGate:
     async def _read_watermark(self) -> StateWatermark:
         for job, run_dir in self._runs.items():
             self._records.setdefault(job, RunRecordReader(run_dir, job))
-        told = [record.read_watermark() for record in self._records.values()]
-        self.watermark = rollback.merge_watermarks([self.watermark, *told])
+        watermarks = [record.read_watermark() for record in self._records.values()]
+        self.watermark = rollback.merge_watermarks([self.watermark, *watermarks])
         return await rollback.read_watermark(self._state, self.watermark)
 
     async def _admit(self, rollback_reason: str) -> None:
-        held = await rollback.read_watermark(self._state, self.watermark)
+        current = await rollback.read_watermark(self._state, self.watermark)
         if not rollback_reason:
-            self.watermark = rollback.merge_watermarks([self.watermark, held])
+            self.watermark = rollback.merge_watermarks([self.watermark, current])
         self._token_floor = rollback.compute_token_floor(
-            held, self.watermark, StateWatermark(token=self._token_floor)
+            current, self.watermark, StateWatermark(token=self._token_floor)
         )
         notes.write_note(self._watermark_file, RedisNote(self.watermark, {}, self._token_floor))
         await rollback.raise_token_floor(self._state, self._token_floor)
         if rollback_reason:
             then = corruption.RECOVERY_BY_KIND["redis"]
-            told = corruption.make_event_fields(
+            event_fields = corruption.make_event_fields(
                 "redis", self._root / "redis", rollback_reason, then
             )
             await events.append(
-                self._state, corruption.CORRUPTION_EVENT, told, after_id=self.watermark.event
+                self._state,
+                corruption.CORRUPTION_EVENT,
+                event_fields,
+                after_id=self.watermark.event,
             )
         self._redis.is_owner_only = False

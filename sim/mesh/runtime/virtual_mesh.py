@@ -255,8 +255,8 @@ class VirtualMesh:
         for job, run_dir in self.run_dirs.items():
             if job not in there:
                 self.record.log_event(f"restore {job}")
-                seen = gate.watermark.jobs.get(job, JobWatermark())
-                await restore_job(state, run_dir, job, self.documents[job], seen)
+                watermark = gate.watermark.jobs.get(job, JobWatermark())
+                await restore_job(state, run_dir, job, self.documents[job], watermark)
         await gate.save_restored()
 
     async def _guard_redis(

@@ -55,8 +55,8 @@ def check_weights_quota(job: JobFile) -> None:
     if not allowed or config.lora.rank or not config.budget.steps:
         return
     steps, every = config.budget.steps, config.training.checkpoint_every
-    kept = min(config.training.keep_checkpoints, 1 + -(-steps // every))
-    versions = min(steps, kept + 2 if every > 1 else kept + 1)
+    retained = min(config.training.keep_checkpoints, 1 + -(-steps // every))
+    versions = min(steps, retained + 2 if every > 1 else retained + 1)
     width = 2 if config.rollout.dtype == "bfloat16" else 4
     needed = versions * count_parameters(config) * width / GIB
     if needed > allowed:
@@ -120,10 +120,10 @@ def check_host(job: JobFile, mesh_checks: tuple[Check, ...] = ()) -> None:
     """
     others = JOB_CHECKS + mesh_checks
     with ThreadPoolExecutor(len(others)) as pool:
-        begun = [pool.submit(collect_errors, (check,), job) for check in others]
+        futures = [pool.submit(collect_errors, (check,), job) for check in others]
         # In this thread, which Ctrl-C interrupts: the author's code may take its time.
         own = collect_errors((module_imports.check_imports,), job)
-        raise_combined([*chain.from_iterable(future.result() for future in begun), *own])
+        raise_combined([*chain.from_iterable(future.result() for future in futures), *own])
 
 
 def collect_errors(checks: tuple[Check, ...], job: JobFile) -> list[MeshError]:

@@ -46,8 +46,8 @@ def find_usable_devices(device: str, workers: int = 0) -> list[Device]:
     except ConfigError as error:
         value = os.environ.get(CUDA_ENV)
         visible = f"{CUDA_ENV} is not set" if value is None else f"{CUDA_ENV}={value!r}"
-        said = f"{error.message}; {visible}; torch {describe_torch_build()}"
-        raise ConfigError(said, where=error.where, fix=_FIX) from error
+        message = f"{error.message}; {visible}; torch {describe_torch_build()}"
+        raise ConfigError(message, where=error.where, fix=_FIX) from error
     check_device_count(devices, workers)
     if not is_torch_built_for_cuda():
         raise ConfigError(

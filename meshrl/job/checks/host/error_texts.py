@@ -20,5 +20,5 @@ def join_first(
     found: Sequence[str], limit: int, more_format: str = "; and {} more", separator: str = "; "
 ) -> str:
     """Return the first texts, and how many more there are."""
-    left = len(found) - limit
-    return separator.join(found[:limit]) + (more_format.format(left) if left > 0 else "")
+    remaining = len(found) - limit
+    return separator.join(found[:limit]) + (more_format.format(remaining) if remaining > 0 else "")

@@ -41,17 +41,17 @@ def main() -> None:
     def report(**line: Any) -> None:
         out.write(json.dumps(line) + "\n")
 
-    asked = json.load(sys.stdin)
-    sys.path.insert(0, asked["modules"])
-    for reference in asked["references"]:
+    request = json.load(sys.stdin)
+    sys.path.insert(0, request["modules"])
+    for reference in request["references"]:
         report(trying=f"{reference['key']}: importing {reference['use']}")
         try:
             found = import_reference(reference["use"])
             check_callable(found, reference["use"], reference["kind"])
             if reference["kind"] == "environment":
-                try_environment(found, reference["use"], asked, report)
+                try_environment(found, reference["use"], request, report)
         except BaseException as error:  # SystemExit at import is the author's mistake, too
-            report(wrong={"key": reference["key"], **describe_error(error, asked["modules"])})
+            report(wrong={"key": reference["key"], **describe_error(error, request["modules"])})
     report(done=True)
     out.close()
     os._exit(0)  # threads of the author's modules cannot delay the exit
@@ -128,8 +128,8 @@ def try_environment(factory: Any, use: str, request: dict[str, Any], send: SendM
             raise UnusableReference(
                 wrong, location=where, missing_file=str(missing or "")
             ) from None
-        wanted = (str, list, dict) if request["chat"] else (str,)
-        if not isinstance(prompt, wanted):
+        prompt_types = (str, list, dict) if request["chat"] else (str,)
+        if not isinstance(prompt, prompt_types):
             raise UnusableReference(
                 f"open() returned {type(prompt).__name__}, not the prompt as str, for "
                 f"{row['location']}",
@@ -153,17 +153,17 @@ def try_environment(factory: Any, use: str, request: dict[str, Any], send: SendM
 def describe_error(error: BaseException, modules: str) -> dict[str, str]:
     """Return the message, place and fix of an exception."""
     if isinstance(error, UnusableReference):
-        said = str(error)[:2000]
+        message = str(error)[:2000]
         return {
-            "message": said,
+            "message": message,
             "location": error.location,
             "fix": error.fix,
             "missing_file": error.missing_file,
         }
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     missing = error.filename if isinstance(error, FileNotFoundError) else None
     where, absent = find_error_location(error, modules), str(missing or "")
-    return {"message": said[:2000], "location": where, "fix": "", "missing_file": absent}
+    return {"message": message[:2000], "location": where, "fix": "", "missing_file": absent}
 
 
 def find_error_location(error: BaseException, modules: str) -> str:

@@ -65,14 +65,14 @@ def check_imports(
         modules = Path(scratch).resolve() / "modules"
         bundle.copy_modules(job.config, job.base, modules)
         raise_combined(_find_shadowing_modules(job, modules))
-        asked = {
+        request = {
             "modules": str(modules),
             "references": references,
             "rows": _sample_rows(job) if job.config.environment.use else [],
             "chat": bool(job.config.environment.chat),
             "more_s": SAMPLE_TIME_S,
         }
-        _ImportProbe(job, modules, import_timeout_s, notice_after_s).run(asked)
+        _ImportProbe(job, modules, import_timeout_s, notice_after_s).run(request)
 
 
 def _find_shadowing_modules(job: JobFile, modules: Path) -> Iterator[MeshError]:
@@ -133,7 +133,7 @@ class _ImportProbe:
     def _collect_errors(
         self, process: subprocess.Popen[bytes], read: int, log: Path
     ) -> Iterator[MeshError]:
-        seen: set[str] = set()  # two functions of a broken module give the same error
+        reported_ids: set[str] = set()  # two functions of a broken module give the same error
         long: list[MeshError] = []  # of the first dataset that has such prompts
         for line in self._read_messages(process, read, log):
             if "trying" in line:
@@ -143,10 +143,10 @@ class _ImportProbe:
                 if not long:
                     yield from (long := list(self._check_prompt(**line["opened"])))
             elif "wrong" in line:
-                same = f"{line['wrong']['message']} {line['wrong']['location']}"
-                if same not in seen:
+                error_id = f"{line['wrong']['message']} {line['wrong']['location']}"
+                if error_id not in reported_ids:
                     yield self._make_import_error(**line["wrong"])
-                seen.add(same)
+                reported_ids.add(error_id)
             else:
                 yield from self.text_problems.make_errors()
                 self.text_problems.print_notices()
@@ -162,21 +162,23 @@ class _ImportProbe:
         self, process: subprocess.Popen[bytes], read: int, log: Path
     ) -> Iterator[dict[str, Any]]:
         """Yield the process's messages, until it ends or is silent for too long."""
-        held, told = b"", False
+        partial_line, notice_printed = b"", False
         since = time.monotonic()
         while True:
             waited = time.monotonic() - since
-            left = (self._timeout_s if told else min(self.notice_after_s, self._timeout_s)) - waited
-            if select.select([read], [], [], max(0.0, left))[0]:
+            timeout_s = (
+                self._timeout_s if notice_printed else min(self.notice_after_s, self._timeout_s)
+            ) - waited
+            if select.select([read], [], [], max(0.0, timeout_s))[0]:
                 if not (block := os.read(read, 1 << 16)):
                     return
-                *lines, held = (held + block).split(b"\n")
+                *lines, partial_line = (partial_line + block).split(b"\n")
                 yield from map(json.loads, lines)
-                since, told = time.monotonic(), False
-            elif told or self._timeout_s <= self.notice_after_s:
+                since, notice_printed = time.monotonic(), False
+            elif notice_printed or self._timeout_s <= self.notice_after_s:
                 return
             else:
-                told = True
+                notice_printed = True
                 if self.current_action:
                     where = self._describe_position(process, log)
                     given_up = f"the limit is {self._timeout_s:g} s"
@@ -212,15 +214,15 @@ class _ImportProbe:
 
     def _check_prompt(self, key: str, location: str, prompt: Any) -> Iterator[MeshError]:
         """Check that a prompt returned by open() can be tokenized and leaves space for a turn."""
-        said = prompt.get("messages") if isinstance(prompt, dict) else prompt
+        messages = prompt.get("messages") if isinstance(prompt, dict) else prompt
         try:
             if self.job.config.environment.chat:
-                parse_conversation(said)
+                parse_conversation(messages)
         except ValueError as error:
             wrong = f"open() returned no valid chat prompt: {error}, for {location}"
             yield self.job.make_error("environment.use", f"environment.use: {wrong}", DEFAULT_FIX)
             return
-        prompt = said
+        prompt = messages
         try:
             tokenizer = tokens.load_job_tokenizer(self.job)
             counted = prompt_lengths.count_tokens(

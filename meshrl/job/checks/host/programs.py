@@ -78,15 +78,15 @@ def _check_adapters(job: JobFile, python: Path, key: str) -> None:
     config = job.config
     if not config.lora.rank or config.lora.engine_mode != "beside" or config.mesh.device != "cpu":
         return
-    status, said = _run_python(python, PINNED_MEMORY_PROBE, IMPORT_TIMEOUT_S)
+    status, output = _run_python(python, PINNED_MEMORY_PROBE, IMPORT_TIMEOUT_S)
     if status is None:
         fix = "Find the cause of the delay, such as a slow disk, and submit the job again"
-        raise job.make_error(key, f"rollout.engine = 'sglang': {said}", fix)
+        raise job.make_error(key, f"rollout.engine = 'sglang': {output}", fix)
     if status:
         raise job.make_error(
             "lora.engine_mode",
             "lora.engine_mode = 'beside': SGLang needs pinned memory for adapters beside a "
-            f"model, and {python} has none: {said}",
+            f"model, and {python} has none: {output}",
             "Set lora.engine_mode to 'merged' or 'auto', which merges for SGLang, or mesh.device "
             "to 'cuda'",
         )
@@ -111,17 +111,17 @@ def check_sandbox_python(job: JobFile) -> None:
     if config.root or config.runner or not config.python:
         return  # the interpreter of an image or container runs only inside it
     names = config.imports
-    status, said = _run_python(
+    status, output = _run_python(
         Path(config.python), f"import {', '.join(['sys', *names])}", IMPORT_TIMEOUT_S
     )
     if status is None:
         raise job.make_error(
             "sandbox.python",
-            f"sandbox.python: {said}",
+            f"sandbox.python: {output}",
             "Set sandbox.python to a Python interpreter",
         )
     if status:
-        absent = "No module named" in said
+        absent = "No module named" in output
         key = "sandbox.imports" if absent else "sandbox.python"
         fix = (
             "Install the module for that interpreter"
@@ -129,7 +129,7 @@ def check_sandbox_python(job: JobFile) -> None:
             else "Set sandbox.python to a Python interpreter"
         )
         raise job.make_error(
-            key, f"{key}: {config.python} cannot import the required modules: {said}", fix
+            key, f"{key}: {config.python} cannot import the required modules: {output}", fix
         )
 
 
@@ -158,9 +158,11 @@ def check_mcp_servers(job: JobFile) -> None:
 def check_packages(job: JobFile) -> None:
     """Check that the optional packages which the job needs are installed."""
     environment, uses = job.config.environment, [p.use for p in job.config.reward.reward_parts]
-    wanted = {"math_verify": ("math" in uses, "reward.use", "the reward 'math' needs", "math")}
-    wanted["mcp"] = (bool(environment.mcp), "environment.mcp", "MCP servers need", "mcp")
-    for package, (used, key, what, extra) in wanted.items():
+    requirements = {
+        "math_verify": ("math" in uses, "reward.use", "the reward 'math' needs", "math")
+    }
+    requirements["mcp"] = (bool(environment.mcp), "environment.mcp", "MCP servers need", "mcp")
+    for package, (used, key, what, extra) in requirements.items():
         if used and importlib.util.find_spec(package) is None:
             wrong = f"{key}: {what} the package {package}, which is not installed"
             raise job.make_error(key, wrong, f"Run `pip install 'meshrl[{extra}]'`")
@@ -173,10 +175,10 @@ def check_isolation(job: JobFile) -> None:
 
 def explain_missing_package(python: Path, package: str) -> str:
     """Return why an interpreter lacks a package; empty if it has it."""
-    status, said = _run_python(python, FIND_PACKAGE.format(package), PROBE_TIMEOUT_S)
+    status, output = _run_python(python, FIND_PACKAGE.format(package), PROBE_TIMEOUT_S)
     if status == ABSENT_STATUS:
         return f"{python} has no package {package}"
-    return f"{python} failed: {said}" if status else said
+    return f"{python} failed: {output}" if status else output
 
 
 def can_import(python: Path, package: str, directory: str) -> bool:

@@ -137,11 +137,11 @@ def _check_hosted_experts(job: JobFile, model: ModelConfig) -> None:
             f"{model.num_experts}",
             "Lower the numbers",
         )
-    left, ranks = (
+    shared_experts, ranks = (
         model.num_experts - min(hosted, default=0) * zebra.attention,
         job.config.training.ranks,
     )
-    if left < ranks - zebra.attention:
-        wrong = f"{ranks - zebra.attention} ranks would share {left} experts of a layer"
+    if shared_experts < ranks - zebra.attention:
+        wrong = f"{ranks - zebra.attention} ranks would share {shared_experts} experts of a layer"
         fix = "Lower training.ranks, or raise training.zebra.attention"
         raise job.make_error("training.ranks", wrong, fix)

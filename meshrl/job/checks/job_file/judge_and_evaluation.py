@@ -38,8 +38,8 @@ def check_judge(job: JobFile) -> None:
                 "reward.judge.yes", "reward.judge.yes and reward.judge.no are the same"
             )
     elif not re.match(r"https?://[^/\s]+", judge.use):
-        shown = Url.parse(judge.use).public_url
-        raise job.make_error(use, f"reward.judge.use = {shown!r} is neither 'model' nor a URL")
+        public_url = Url.parse(judge.use).public_url
+        raise job.make_error(use, f"reward.judge.use = {public_url!r} is neither 'model' nor a URL")
     elif Url.parse(judge.use).public_url.rstrip("/") != judge.use.rstrip("/"):
         wrong = "the URL has a user, a password or a query, which the run's files would store"
         fix = "Put the key into an environment variable and set reward.judge.key to its name"

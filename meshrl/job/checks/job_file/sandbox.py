@@ -144,14 +144,14 @@ def _explain_invalid_option(use: str, option: str, value: Any) -> str:
             re.compile(value)
         except (re.error, TypeError) as error:
             return f"{use}: {value!r} is not a valid pattern: {error}"
-    wanted = ""
+    expected = ""
     if option in NUMBER_OPTIONS:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and 0 <= value < math.inf and (value or NUMBER_OPTIONS[option])):
-            wanted = f"a number {'of at least 0' if NUMBER_OPTIONS[option] else 'above 0'}"
+            expected = f"a number {'of at least 0' if NUMBER_OPTIONS[option] else 'above 0'}"
     elif option in OPTION_TYPES and not isinstance(value, OPTION_TYPES[option][0]):
-        wanted = OPTION_TYPES[option][1]
-    return f"{option} must be {wanted}, not {value!r:.60}" if wanted else ""
+        expected = OPTION_TYPES[option][1]
+    return f"{option} must be {expected}, not {value!r:.60}" if expected else ""
 
 
 def resolve_paths(sandbox: SandboxConfig, base: Path) -> SandboxConfig:

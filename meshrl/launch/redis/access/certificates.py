@@ -77,7 +77,7 @@ def _load_or_create_ca(
         ):
             return found, private
     private = ec.generate_private_key(ec.SECP256R1())
-    made = (
+    ca_certificate = (
         _make_builder(CA_COMMON_NAME, now)
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CA_COMMON_NAME)]))
         .public_key(private.public_key())
@@ -87,8 +87,8 @@ def _load_or_create_ca(
         .sign(private, hashes.SHA256())
     )
     documents.write_bytes(key, _encode_private_key(private))
-    documents.write_bytes(certificate, made.public_bytes(Encoding.PEM))
-    return made, private
+    documents.write_bytes(certificate, ca_certificate.public_bytes(Encoding.PEM))
+    return ca_certificate, private
 
 
 _CA_KEY_USAGE = x509.KeyUsage(

@@ -153,12 +153,12 @@ async def run_trials(
     while len(found) < count and not attempt.is_finished(found):
         trial = await open_trial()
         try:
-            begun = await trial.start(len(found))
-            if begun is None and not await trial.is_program_at_fault():
+            num_tests = await trial.start(len(found))
+            if num_tests is None and not await trial.is_program_at_fault():
                 continue
-            if not begun:
+            if not num_tests:
                 break
-            count = begun
+            count = num_tests
             while len(found) < count and not attempt.is_finished(found):
                 verdict = await trial.run_test(len(found))
                 if verdict is None and not await trial.is_program_at_fault():

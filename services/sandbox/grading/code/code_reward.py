@@ -98,8 +98,8 @@ class CodeGrader:
     async def _run_stdin_case(self, source: str, case: StdioCase) -> bool:
         """Return whether the program passes the case, in a jail of its own."""
         attempt, program = self._attempt, JailProgram(source, is_graded=True)
-        wanted = max(len(text.encode()) for text in case.accepted_outputs)
-        most = attempt.limits.output_bytes + MAX_OUTPUT_FACTOR * wanted
+        max_accepted_bytes = max(len(text.encode()) for text in case.accepted_outputs)
+        most = attempt.limits.output_bytes + MAX_OUTPUT_FACTOR * max_accepted_bytes
         limits = replace(attempt.limits, output_bytes=most)
         async with attempt.slots.acquire():
             while (

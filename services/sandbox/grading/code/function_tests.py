@@ -53,7 +53,7 @@ class _FunctionTrial(JailedTrial):
         answer, near = await self._call(case), self.attempt.tolerance
         if answer is None or "value" not in answer:
             return None if answer is None else False
-        return any(is_equal(answer["value"], wanted, near) for wanted in case.accepted_results)
+        return any(is_equal(answer["value"], accepted, near) for accepted in case.accepted_results)
 
     async def _call(self, case: FunctionCase | None) -> dict[str, Any] | None:
         """Return the guest's answer to a call, or to its start without one; None if it has ended.
@@ -64,10 +64,10 @@ class _FunctionTrial(JailedTrial):
         assert jail.guest_channel is not None
         if case:
             attempt.start_lap(jail)
-            wanted = (
+            accepted_sizes = (
                 len(json.dumps(plain_data.to_jsonable(value))) for value in case.accepted_results
             )
-            jail.guest_channel.raise_frame_limit(MAX_ANSWER_FACTOR * max(wanted))
+            jail.guest_channel.raise_frame_limit(MAX_ANSWER_FACTOR * max(accepted_sizes))
             if not await attempt.send(jail, {"call": token, **_encode_arguments(case)}):
                 return None
         waited = asyncio.ensure_future(attempt.receive(jail))

@@ -77,9 +77,9 @@ def extract_program(
         return text
     own = [block for block in blocks if block.kind != OTHER] or blocks
     python = [(block, _collect_names(block.tree)) for block in own if block.tree is not None]
-    for wanted in _list_requirements(required_names, reads_stdin):
+    for requirements in _list_requirements(required_names, reads_stdin):
         for block, words in reversed(python):
-            if all(words & some for some in wanted):
+            if all(words & some for some in requirements):
                 return block.body
     if not python and parser.parse(inline := _extract_inline_block(text)) is not None:
         return inline
@@ -112,8 +112,9 @@ def _remove_future_imports(source: str, tree: ast.Module) -> tuple[str, list[str
             features[:0] = [alias.name for alias in node.names]
             first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
             rest = lines[last][node.end_col_offset :]
-            kept = lines[first][: node.col_offset] + b"pass" + rest
-            lines[first : last + 1] = [kept, b"\n" * (last - first)]  # lines keep their numbers
+            blanked_line = lines[first][: node.col_offset] + b"pass" + rest
+            # Lines keep their numbers.
+            lines[first : last + 1] = [blanked_line, b"\n" * (last - first)]
     return b"".join(lines).decode(), features
 
 

@@ -172,8 +172,8 @@ def _match_tests(expected_tests: list[str], collected: list[str]) -> list[int | 
     by_name: dict[str, list[int]] = {}
     for place, name in enumerate(collected):
         by_name.setdefault(name, []).append(place)
-    left = {name: iter(places) for name, places in by_name.items()}
-    return [next(left.get(name, iter(())), None) for name in expected_tests]
+    remaining_places = {name: iter(places) for name, places in by_name.items()}
+    return [next(remaining_places.get(name, iter(())), None) for name in expected_tests]
 
 
 async def _receive_collection(attempt: GradingAttempt, jail: Jail) -> dict[str, Any] | None:

@@ -118,8 +118,8 @@ def read_final_answer(text: str) -> list[AnswerReading]:
         )
     if found := HASHES.findall(text):
         return _read_sentence(found[-1])
-    if (said := _find_statement(text)) is not None:
-        return _read_sentence(said)
+    if (statement := _find_statement(text)) is not None:
+        return _read_sentence(statement)
     return _read_last_sentence(text)
 
 
@@ -157,14 +157,14 @@ def _find_statement(text: str) -> str | None:
                 last = match
     if last is None or RETRACTION.search(text, last.end("said")):
         return None
-    said = last["said"]
-    if end := SENTENCE_END.search(said):
-        if RETRACTION.search(said, end.end()):
+    statement = last["said"]
+    if end := SENTENCE_END.search(statement):
+        if RETRACTION.search(statement, end.end()):
             return None
-        said = "" if end[0] == "?" else said[: end.start()]
-    if reason := REASON.search(said):
-        said = said[: reason.start()]
-    return "" if NEGATION.search(said) or COMPARISON.search(said) else said
+        statement = "" if end[0] == "?" else statement[: end.start()]
+    if reason := REASON.search(statement):
+        statement = statement[: reason.start()]
+    return "" if NEGATION.search(statement) or COMPARISON.search(statement) else statement
 
 
 def _read_last_sentence(text: str) -> list[AnswerReading]:

@@ -92,13 +92,13 @@ def normalize(text: str) -> str:
 
 
 def _replace_mixed_percent(match: re.Match[str]) -> str:
-    whole, over, under = int(match[1]), int(match[2]), int(match[3])
-    return rf"\frac{{{whole * under + over}}}{{{under}}}\%"
+    integer_part, over, under = int(match[1]), int(match[2]), int(match[3])
+    return rf"\frac{{{integer_part * under + over}}}{{{under}}}\%"
 
 
 def _replace_repeating_decimal(match: re.Match[str]) -> str:
-    whole, head, tail = match[1] or "0", match[2], match[3]
-    over = int(whole + head + tail) - int(whole + head)
+    integer_part, head, tail = match[1] or "0", match[2], match[3]
+    over = int(integer_part + head + tail) - int(integer_part + head)
     return rf"\frac{{{over}}}{{{(10 ** len(tail) - 1) * 10 ** len(head)}}}"
 
 

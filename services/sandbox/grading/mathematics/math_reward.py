@@ -92,29 +92,29 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def _matches(gold: str, reading: AnswerReading) -> bool:
-    said, boxed = reading.text, reading.is_bare_value
+    answer, boxed = reading.text, reading.is_bare_value
     if (
-        not said.strip()
-        or (boxed and len(said) > MAX_BOX_CHARACTERS)
-        or golds.CODE_PATTERN.search(said)
+        not answer.strip()
+        or (boxed and len(answer) > MAX_BOX_CHARACTERS)
+        or golds.CODE_PATTERN.search(answer)
     ):
         return False
     if not boxed and (
-        match := TWO_ALTERNATIVES.search(said[-200:])
+        match := TWO_ALTERNATIVES.search(answer[-200:])
     ):  # two numbers to choose from: both are given
-        said, boxed = f"{match[1]}, {match[2]}", True
-    wanted, said = latex.normalize(gold), latex.normalize(said) if boxed else said.strip()
-    wanted, said = (
-        notations.to_interval_union(wanted),
-        notations.to_interval_union(said) if boxed else said,
+        answer, boxed = f"{match[1]}, {match[2]}", True
+    expected, answer = latex.normalize(gold), latex.normalize(answer) if boxed else answer.strip()
+    expected, answer = (
+        notations.to_interval_union(expected),
+        notations.to_interval_union(answer) if boxed else answer,
     )
-    wanted, said = (
-        notations.replace_mixed_number(wanted, False),
-        notations.replace_mixed_number(said, not boxed),
+    expected, answer = (
+        notations.replace_mixed_number(expected, False),
+        notations.replace_mixed_number(answer, not boxed),
     )
-    if not boxed and (power := notations.parse_scientific(wanted)) and power[1]:
-        said = notations.extract_trailing_power(said)
-    return _is_equal_pair(notations.to_base_ten(wanted), notations.to_base_ten(said), boxed)
+    if not boxed and (power := notations.parse_scientific(expected)) and power[1]:
+        answer = notations.extract_trailing_power(answer)
+    return _is_equal_pair(notations.to_base_ten(expected), notations.to_base_ten(answer), boxed)
 
 
 def _is_equal_pair(gold: str, answer: str, is_bare_value: bool) -> bool:

@@ -63,8 +63,8 @@ def replace_mixed_number(text: str, at_end: bool) -> str:
     before = text[: match.start()] if match else ""
     if match is None or not int(match[3]) or (before not in ("", "-") and not at_end):
         return text
-    whole, over, under = map(int, match.groups())
-    return f"{before}{whole * under + over}/{under}"
+    integer_part, over, under = map(int, match.groups())
+    return f"{before}{integer_part * under + over}/{under}"
 
 
 def extract_trailing_power(text: str) -> str:
@@ -116,8 +116,8 @@ def to_base_ten(text: str) -> str:
 
 
 def _replace_base(match: re.Match[str]) -> str:
-    told = match[2] or match[3]
-    base = int(told) if told.isdigit() else BASES.get(told, 0)
+    base_text = match[2] or match[3]
+    base = int(base_text) if base_text.isdigit() else BASES.get(base_text, 0)
     if not 2 <= base <= 36:
         return match[0]
     try:

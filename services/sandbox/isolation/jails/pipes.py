@@ -100,10 +100,10 @@ class OutputStream(_DescriptorReader):
         super().__init__(fd)
 
     def _accept(self, part: bytes) -> None:
-        kept = part[: self._output.remaining_bytes]
-        self._buffer += kept
-        self._output.remaining_bytes -= len(kept)
-        if len(kept) < len(part) and not self._output.over_limit.done():
+        accepted = part[: self._output.remaining_bytes]
+        self._buffer += accepted
+        self._output.remaining_bytes -= len(accepted)
+        if len(accepted) < len(part) and not self._output.over_limit.done():
             self._output.over_limit.set_result(None)
 
     def take(self) -> bytes:

@@ -66,10 +66,10 @@ class ZygoteClient:
                 await arrived.wait()
         finally:
             loop.remove_reader(self._control)
-        word, told, _, _ = self._control.recvmsg(16, socket.CMSG_SPACE(CREDENTIALS.size))
+        word, ancillary, _, _ = self._control.recvmsg(16, socket.CMSG_SPACE(CREDENTIALS.size))
         if word != b"warm":
             return False
-        for level, kind, content in told:
+        for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 pid, _, _ = CREDENTIALS.unpack(content[: CREDENTIALS.size])
                 self._zygote_process = (
@@ -91,17 +91,17 @@ class ZygoteClient:
             OSError: It has ended.
         """
         socket.send_fds(self._control, [packet], list(fds))
-        begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pending_requests.append((begun, on_done))
+        forked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pending_requests.append((forked, on_done))
         self._running_jails += 1
-        return begun
+        return forked
 
     async def wait_forked(self, answer: asyncio.Future[None]) -> None:
         """Wait for a zygote's answer, and publish this wait with the zygote's pid.
 
         ZygoteUnresponsive when the zygote does nothing, ConnectionResetError when it has ended.
         """
-        asked = self._clock.monotonic()
+        started_at = self._clock.monotonic()
         before: ProcessUsage | None = None  # read only for a late one: it costs a tenth of a fork
         looks = 0
         with self._waits.wait("a jail", on=f"the zygote (pid {self.pid})"):
@@ -118,7 +118,7 @@ class ZygoteClient:
                 looks = looks + 1 if usage.state in STOPPED else 0
                 if looks > 1:
                     raise ZygoteUnresponsive(f"it has been stopped by a signal (pid {self.pid})")
-                silent_s = compute_charged_s(self._clock.monotonic() - asked, usage, before)
+                silent_s = compute_charged_s(self._clock.monotonic() - started_at, usage, before)
                 if silent_s > SILENT_S:
                     raise ZygoteUnresponsive(f"it has not answered for {silent_s:.0f} s")
 
@@ -129,14 +129,14 @@ class ZygoteClient:
                 if not answer.done():  # otherwise the caller has gone
                     answer.set_result(None)
                 settled()
-            ended = ConnectionResetError("the zygote has exited")
+            exit_error = ConnectionResetError("the zygote has exited")
         except BlockingIOError:
             return
         except OSError as error:
-            ended = ConnectionResetError(str(error))
+            exit_error = ConnectionResetError(str(error))
         asyncio.get_running_loop().remove_reader(self._control)
         self.has_exited = True
-        self._fail_pending(ended)
+        self._fail_pending(exit_error)
 
     def _fail_pending(self, error: Exception) -> None:
         while self._pending_requests:

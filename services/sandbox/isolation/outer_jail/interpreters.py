@@ -97,8 +97,8 @@ def _select_local(jail: JailSettings) -> Interpreter:
         pairs = (line.partition("=") for line in settings.read_text().splitlines())
         bases = [value.strip() for key, _, value in pairs if key.strip() == "home"]
         places |= {str(Path(base).resolve().parent) for base in bases[:1]}
-    shown = tuple(sorted(place for place in places if not place.startswith("/usr")))
-    return Interpreter(str(python), False, shown)
+    directories = tuple(sorted(place for place in places if not place.startswith("/usr")))
+    return Interpreter(str(python), False, directories)
 
 
 def add_pytest(interpreter: Interpreter) -> Interpreter:
@@ -125,16 +125,16 @@ class RootContent:
 def list_root_content(interpreter: Interpreter, image: str = "") -> RootContent:
     """Return the content of a root with that interpreter; `image`: its root's path on this host."""
     if interpreter.root:  # each entry at its top: a link there must stay inside
-        root, shown = image or interpreter.root, list[str]()
+        root, bound_paths = image or interpreter.root, list[str]()
         tops = {
             f"/{n}": os.path.join(root, n)
             for n in sorted(set(os.listdir(root)) - set(PRIVATE_DIRECTORIES))
         }
     else:
-        shown = list(filter(os.path.exists, HOST_PATHS))
+        bound_paths = list(filter(os.path.exists, HOST_PATHS))
         tops = {place: place for place in LINKS if os.path.lexists(place)}
     links = {inside: os.readlink(place) for inside, place in tops.items() if os.path.islink(place)}
-    binds = {place: place for place in shown}
+    binds = {place: place for place in bound_paths}
     binds |= {inside: place for inside, place in tops.items() if inside not in links}
     binds |= {place: place for place in interpreter.directories}  # it may be below one of those
     binds |= {

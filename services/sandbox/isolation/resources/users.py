@@ -36,17 +36,17 @@ def create_user_namespace(user_id: int) -> int:
     Needs root. Returns its descriptor, or -1 where the host does not map them, as in a container
     with few ids of its own. All jails are one user then.
     """
-    ready, made = os.pipe()
+    ready, ready_writer = os.pipe()
     wait, over = os.pipe()
     child = os.fork()
     if child == 0:
         syscalls.switch_user(user_id)
         syscalls.unshare(syscalls.CLONE_NEWUSER)
-        os.write(made, b"y")
+        os.write(ready_writer, b"y")
         os.close(over)
         os.read(wait, 1)
         os._exit(0)
-    os.close(made)
+    os.close(ready_writer)
     try:
         if not os.read(ready, 1):
             return -1

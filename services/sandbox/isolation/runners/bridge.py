@@ -98,8 +98,10 @@ class Bridge:
             text = str(error)
             if isinstance(error, mux.MuxProtocolError):
                 text = f"its output is not that of a jail: {error.args[0][:100]!r}"
-            said = self._stderr_tail.decode("utf-8", "replace").strip()[-300:]
-            report = {"failed": f"{self._runner.name}: {text}{': ' if said else ''}{said}"}
+            stderr_text = self._stderr_tail.decode("utf-8", "replace").strip()[-300:]
+            report = {
+                "failed": f"{self._runner.name}: {text}{': ' if stderr_text else ''}{stderr_text}"
+            }
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if report is None or "failed" in report:

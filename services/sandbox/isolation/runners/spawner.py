@@ -128,7 +128,7 @@ class ContainerSpawner:
             limits, wall_s=watch.MAX_SLOWDOWN * limits.wall_s + watch.MAX_SLOWDOWN_EXTRA_S
         )
         own = "" if runner.needs_bundle else f"/{self._directory.name}-{place.name}"
-        asked = {
+        jail_request = {
             "limits": inside.to_document(),
             "channels": [name for name in fds if name in mux.CHANNELS_BY_NAME],
             "preloaded_modules": interpreter.preloaded_modules,
@@ -150,7 +150,14 @@ class ContainerSpawner:
             document = build_oci_config(self._root, self._root_content, arguments, limits)
             (place / "config.json").write_text(json.dumps(document))
         Bridge(
-            runner, place, arguments, self._package_frame, limits, asked, fds, request["nice"]
+            runner,
+            place,
+            arguments,
+            self._package_frame,
+            limits,
+            jail_request,
+            fds,
+            request["nice"],
         ).run()
 
     def serve(self, control: socket.socket) -> None:
@@ -187,8 +194,8 @@ def create_root(root: Path, content: RootContent) -> None:
         (root / name).mkdir(exist_ok=True)
     for inside, text in content.links.items():
         (root / inside.lstrip("/")).symlink_to(text)
-    for made in (root, *(each for each in root.rglob("*") if not each.is_symlink())):
-        made.chmod(0o755)
+    for path in (root, *(each for each in root.rglob("*") if not each.is_symlink())):
+        path.chmod(0o755)
 
 
 def build_oci_config(

@@ -92,9 +92,9 @@ def prepare_filter(policy: SyscallPolicy, notify: bool) -> tuple[ctypes.c_long, 
     The caller must retain the filter as long as the struct.
     """
     code = compile_filter(policy, notify)
-    kept = ctypes.create_string_buffer(code, len(code))
-    record = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(kept))
-    return ctypes.c_long(list_numbers()["seccomp"]), record, kept
+    filter_buffer = ctypes.create_string_buffer(code, len(code))
+    record = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(filter_buffer))
+    return ctypes.c_long(list_numbers()["seccomp"]), record, filter_buffer
 
 
 class _DecisionTree:

@@ -60,8 +60,8 @@ def remount_read_only(path: str) -> None:
     namespace requires.
     """
     has = os.statvfs(path).f_flag
-    kept = sum(ours for theirs, ours in STATFS_TO_MOUNT_FLAGS if has & theirs)
-    mount("none", path, "", MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
+    mount_flags = sum(ours for theirs, ours in STATFS_TO_MOUNT_FLAGS if has & theirs)
+    mount("none", path, "", MS_REMOUNT | MS_BIND | MS_RDONLY | mount_flags)
 
 
 def prctl(option: int, value: int, third: int = 0) -> None:

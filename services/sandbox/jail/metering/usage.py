@@ -76,12 +76,12 @@ class ScannedCpuTime:
         `charged`: whether the time since the last scan may count; not if all processes were
         stopped.
         """
-        before_s, looked, self._scanned_at = self._total_s, self._scanned_at, time.monotonic()
+        before_s, last_scan_at, self._scanned_at = self._total_s, self._scanned_at, time.monotonic()
         last_pid = read_last_pid() if self._owns_namespace else 0
         times = os.times()
         reaped = times.children_user + times.children_system
         of_children, self._reaped_s = reaped - self._reaped_s, reaped
-        seen, appeared = {}, 0
+        processes, appeared = {}, 0
         for pid, start, children, threads, _ in self._scan_processes():
             before = self._seen.pop((pid, start), (0.0, 0.0, 0))
             own = before[0]
@@ -90,17 +90,17 @@ class ScannedCpuTime:
             self._total_s += own - before[0]
             of_children += children - before[1]
             appeared += max(0, threads - before[2])
-            seen[pid, start] = (own, children, threads)
+            processes[pid, start] = (own, children, threads)
         # A process that has gone counts again in the times of the parent that waited for it.
-        gone = sum(own + children for own, children, _ in self._seen.values())
-        self._total_s += max(0.0, of_children - gone)
-        lost, self._seen = bool(self._seen), seen
+        exited_s = sum(own + children for own, children, _ in self._seen.values())
+        self._total_s += max(0.0, of_children - exited_s)
+        lost, self._seen = bool(self._seen), processes
         self._tasks_seen += appeared
         unseen = last_pid - FIRST_PIDS + 1 - self._tasks_seen if self._owns_namespace else 0
         if unseen > self._unseen_tasks:
             self._unseen_tasks, lost = unseen, True
         if self.has_unseen and lost and charged:
-            self._total_s = max(self._total_s, before_s + self._scanned_at - looked)
+            self._total_s = max(self._total_s, before_s + self._scanned_at - last_scan_at)
         self.has_unseen = self.has_unseen or (
             self._unseen_tasks > 0 if self._owns_namespace else lost
         )
@@ -157,10 +157,10 @@ class MemoryLimitWatch:
 
     def check_over_limit(self) -> bool:
         """Return whether the processes exceed the limit now."""
-        begun = time.thread_time()
+        cpu_started_s = time.thread_time()
         found = self._read_last_pid() != self._single_process_pid and self._is_over_limit()
         self.next_check_at = time.monotonic() + max(
-            MEMORY_POLL_S, MEMORY_POLL_COST_FACTOR * (time.thread_time() - begun)
+            MEMORY_POLL_S, MEMORY_POLL_COST_FACTOR * (time.thread_time() - cpu_started_s)
         )
         return found
 

@@ -112,22 +112,22 @@ class GuestWatch:
 
     def wait_for_exit(self) -> dict[str, Any]:
         while True:
-            if (ended := self._reap()) is not None:
-                return ended
+            if (report := self._reap()) is not None:
+                return report
             now = time.monotonic()
             if self._memory is not None and now >= self._memory.next_check_at and not self._stopped:
                 if self._memory.check_over_limit():
                     return {**self._kill(""), "out_of_memory": True}
                 now = time.monotonic()
             if now >= self._next_poll_at:
-                begun = time.thread_time()
-                left, which = self._compute_time_left()
-                if left <= 0:
+                cpu_started_s = time.thread_time()
+                remaining_s, which = self._compute_time_left()
+                if remaining_s <= 0:
                     return self._kill(which)
                 if self._cpu.has_unseen and not self._paused:
-                    left = min(left, UNSEEN_POLL_S)
-                now, took = time.monotonic(), time.thread_time() - begun
-                self._next_poll_at = now + max(left, MIN_POLL_S, POLL_COST_FACTOR * took)
+                    remaining_s = min(remaining_s, UNSEEN_POLL_S)
+                now, took = time.monotonic(), time.thread_time() - cpu_started_s
+                self._next_poll_at = now + max(remaining_s, MIN_POLL_S, POLL_COST_FACTOR * took)
             next_look = self._next_poll_at
             if self._memory is not None and not self._stopped:
                 next_look = min(next_look, self._memory.next_check_at)
@@ -190,10 +190,10 @@ class GuestWatch:
         if not running:
             self._clock_paused_since = self._clock_paused_since or now
         elif self._clock_paused_since is not None:
-            since, queued, taken = self._clock_paused_since
+            since, queued, steal_s = self._clock_paused_since
             self._clock_paused_s += now[0] - since
             self._lap_queued_s += now[1] - queued
-            self._lap_steal_s += now[2] - taken
+            self._lap_steal_s += now[2] - steal_s
             self._clock_paused_since = None
         self._next_poll_at = 0.0
 

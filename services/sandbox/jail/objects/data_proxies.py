@@ -77,6 +77,6 @@ def make_data_proxy(data: Any, ref: RemoteRef, overridden_names: tuple[str, ...]
         ]
         members = {**_MEMBERS, **{name: _make_override(name, base) for name in names}}
         _CLASS_CACHE[base, overridden_names] = DataProxyMeta(base.__name__, (base,), members)
-    made = _CLASS_CACHE[base, overridden_names](data)
-    vars(made)["_remote_ref"] = ref
-    return made
+    proxy = _CLASS_CACHE[base, overridden_names](data)
+    vars(proxy)["_remote_ref"] = ref
+    return proxy

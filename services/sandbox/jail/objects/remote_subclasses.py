@@ -34,13 +34,13 @@ class RemoteSubclassMeta(type):
             for key, value in members.items()
             if key not in SKIPPED_MEMBERS
         }
-        made = ref.request("derive", name, tuple(own_bases), remote_members)
+        remote_class = ref.request("derive", name, tuple(own_bases), remote_members)
         if "__classcell__" in members:
-            members["__classcell__"].cell_contents = made  # for `super()`
-        made_ref = get_ref(made)
-        if made_ref is not None:
-            made_ref.maker_kind = "class"
-        return made
+            members["__classcell__"].cell_contents = remote_class  # for `super()`
+        class_ref = get_ref(remote_class)
+        if class_ref is not None:
+            class_ref.maker_kind = "class"
+        return remote_class
 
 
 def make_base(remote: RemoteProxy) -> Any:

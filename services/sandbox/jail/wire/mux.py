@@ -107,20 +107,20 @@ class Mux:
         Returns the readable descriptors of `other_fds`, which are the caller's.
         """
         poller = select.poll()
-        wanted = Counter({fd: select.POLLIN for fd in other_fds})
+        poll_events = Counter({fd: select.POLLIN for fd in other_fds})
         if not self.is_closed:
-            wanted[self._incoming_fd] |= select.POLLIN
+            poll_events[self._incoming_fd] |= select.POLLIN
         if self.outbox:
-            wanted[self._outgoing_fd] |= select.POLLOUT
+            poll_events[self._outgoing_fd] |= select.POLLOUT
         outputs = [self._channels[each] for each in OUTPUTS if each in self._channels]
         behind = any(output.read_fd >= 0 and output.send_window_bytes <= 0 for output in outputs)
         for number, channel in self._channels.items():
             late = behind and number in AFTER_OUTPUTS  # not before earlier output is acknowledged
             if channel.read_fd >= 0 and channel.send_window_bytes > 0 and not late:
-                wanted[channel.read_fd] |= select.POLLIN
+                poll_events[channel.read_fd] |= select.POLLIN
             if channel.pending and channel.write_fd >= 0 and not self._must_wait_for_output(number):
-                wanted[channel.write_fd] |= select.POLLOUT
-        for fd, event in wanted.items():
+                poll_events[channel.write_fd] |= select.POLLOUT
+        for fd, event in poll_events.items():
             poller.register(fd, event)
         ready = dict(poller.poll(max(0.0, timeout_s) * 1000))
         if self._outgoing_fd in ready:

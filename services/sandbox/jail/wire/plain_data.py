@@ -28,8 +28,8 @@ def to_jsonable(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        whole = int.__index__(value)
-        return whole if -MAX_PLAIN_INT < whole < MAX_PLAIN_INT else {INT_KEY: "%x" % whole}
+        integer = int.__index__(value)
+        return integer if -MAX_PLAIN_INT < integer < MAX_PLAIN_INT else {INT_KEY: "%x" % integer}
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, str):

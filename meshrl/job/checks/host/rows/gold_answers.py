@@ -50,15 +50,15 @@ def check_golds(job: JobFile, time_limit_s: float = TIME_LIMIT_S) -> None:
             except InvalidGold as error:
                 name = part.options.get("answer", "answer")
                 fix = fix or error.fix
-                said = (
+                message = (
                     f"{row.location}: {name!r} is not a valid gold answer of {part.use!r}: {error}"
                 )
-                wrong.setdefault(key, []).append(said)
+                wrong.setdefault(key, []).append(message)
     for key, found in wrong.items():
-        said = (
+        message = (
             f"{key}: no answer can equal {len(found)} gold answers: {join_first(found, SHOWN_ROWS)}"
         )
-        raise job.make_error(key, said, fix[:1].upper() + fix[1:])
+        raise job.make_error(key, message, fix[:1].upper() + fix[1:])
 
 
 def _check_group_can_match(part: RewardPartConfig, text: str) -> None:
@@ -68,9 +68,9 @@ def _check_group_can_match(part: RewardPartConfig, text: str) -> None:
     if not group or NON_PLAIN_PATTERN.search(group):  # the context of the group may matter
         return
     # The reward takes spaces off what the group holds.
-    held = re.compile(rf"\s*(?:{group})\s*", pattern.flags)
+    group_pattern = re.compile(rf"\s*(?:{group})\s*", pattern.flags)
     spaced = (f"{before}{text}{behind}" for before in ("", " ") for behind in ("", " "))
-    if not any(held.fullmatch(one) for one in spaced):
+    if not any(group_pattern.fullmatch(one) for one in spaced):
         raise InvalidGold(
             f"{text!r:.80} cannot match the pattern's group {group!r:.80}",
             "change the pattern, or change the gold to a text that its group `answer` matches",

@@ -48,11 +48,11 @@ def _check_column(
             kinds[runners.choose_runner(styles.get_tests(row.value, column))] += 1
             continue
         except (InvalidTests, UnsupportedTests) as error:
-            said = str(error)
+            message = str(error)
         except Exception as error:  # from an author's text: one bad row must not stop the others
-            said = f"the tests cannot be read: {type(error).__name__}: {error}"
+            message = f"the tests cannot be read: {type(error).__name__}: {error}"
         first = first or key
-        wrong.append(f"{row.location}: {said}")
+        wrong.append(f"{row.location}: {message}")
     count = sum(kinds.values()) + len(wrong)
     order = (styles.STDIN, styles.CALLS, "isolated", "pytest")
     each = [f"{kind} {kinds[kind]}" for kind in order if kinds[kind]]

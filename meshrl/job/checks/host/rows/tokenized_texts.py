@@ -46,10 +46,12 @@ class TextProblems:
         except ConfigError:  # reported by another check
             return
         prompt, *answers = texts
-        said = [prompt, *map(self._strip_end_token, answers)]
-        if lost := [piece for text in said for piece in tokenizer.find_lossy_pieces(text)]:
+        row_texts = [prompt, *map(self._strip_end_token, answers)]
+        if lost := [piece for text in row_texts for piece in tokenizer.find_lossy_pieces(text)]:
             self._lost_pieces.setdefault(key, []).append((location, lost))
-        if special := [token for text in said for token in tokenizer.find_special_tokens(text)]:
+        if special := [
+            token for text in row_texts for token in tokenizer.find_special_tokens(text)
+        ]:
             self._special_tokens.setdefault(key, []).append((location, special))
 
     def make_errors(self) -> Iterator[ConfigError]:
