@@ -50,10 +50,8 @@ class GraphBuckets:
         """Divide rows into buckets; return each with the indices into `lengths`, shortest first."""
         order = np.argsort(lengths, kind="stable")
         cumulative_rows = np.searchsorted(lengths[order], self.contexts, side="right")
-        cuts = [
-            0,
-            *sorted(set(cumulative_rows.tolist()) - {0}),
-        ]  # between rows of different contexts
+        # between rows of different contexts
+        cuts = [0, *sorted(set(cumulative_rows.tolist()) - {0})]
         # (least cost, start of its last bucket), up to cut i
         best: list[tuple[int, int]] = [(0, 0)]
         for end in range(1, len(cuts)):
