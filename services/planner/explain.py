@@ -143,9 +143,11 @@ def list_unplaced_services(
     """List the shards and sandboxes that remain on no host after the decisions, with the reasons of
     the hosts.
     """
-    there = {host.name: host.services for host in snapshot.hosts}
-    there |= {one.host: one.services for one in decisions if isinstance(one, AssignServices)}
-    placed = {name for services in there.values() for name in services}
+    services_by_host = {host.name: host.services for host in snapshot.hosts}
+    services_by_host |= {
+        one.host: one.services for one in decisions if isinstance(one, AssignServices)
+    }
+    placed = {name for services in services_by_host.values() for name in services}
     takers = ServiceHosts(snapshot, compute_presence(snapshot, memory))
     return [
         f"nowhere {lacking}"

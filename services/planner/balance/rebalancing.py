@@ -187,10 +187,10 @@ def _judge_trial(
         else:
             shifted = trial.split_after.trainers - trial.split_before.trainers
             _apply_shift(draft, job, team, -shifted, UNDO_RULE, figures)
-    did = "paid off" if verdict.paid else "did not pay off and is undone"
+    outcome = "paid off" if verdict.paid else "did not pay off and is undone"
     summary = (
-        f"the move of step {verdict.step} to {verdict.direction} {did}: {verdict.observed_s:.3g} s "
-        f"a step, {verdict.expected_s:.3g} s without it"
+        f"the move of step {verdict.step} to {verdict.direction} {outcome}: "
+        f"{verdict.observed_s:.3g} s a step, {verdict.expected_s:.3g} s without it"
     )
     return record_explanation(state, None, summary)
 

@@ -102,14 +102,14 @@ def _predict_between_kinds(
     if not shapes:
         return None
     best = max(shapes, key=lambda shape: (shape.tokens_per_s, -shape.micro_batches))
-    apart = ExpertSplit(best.ranks.attention, best.micro_batches, best.hosting.on_attention_ranks)
+    split = ExpertSplit(best.ranks.attention, best.micro_batches, best.hosting.on_attention_ranks)
     split_tokens_per_s, uniform_tokens_per_s = (
         best.tokens_per_s,
         _predict_uniform(profile, step, kind_counts, ranks),
     )
     return ExpertSplitPrediction(
         (fast, slow),
-        apart,
+        split,
         split_tokens_per_s / step.token_scale,
         uniform_tokens_per_s / step.token_scale,
         profiled,
@@ -122,18 +122,19 @@ def build_profile(job: PlannedJob, fast: str, slow: str) -> tuple[MixtureProfile
     """
     assert job.model_shape is not None
     profile = build_declared_profile(job.model_shape, fast, slow)
-    again = RECOMPUTE_FACTOR * job.activation_checkpointing
+    recompute_factor = RECOMPUTE_FACTOR * job.activation_checkpointing
     measured_profiles = [
         job.measurements.profiles[kind]
         for kind in (fast, slow)
         if kind in job.measurements.profiles
     ]
     if len(measured_profiles) < 2:
-        profile = replace(profile, backward=BACKWARD_FACTOR + again)
+        profile = replace(profile, backward=BACKWARD_FACTOR + recompute_factor)
         return profile.scale_time(_load_emulation(job).time_scale), False
     kinds = [parse_accelerator_costs(one["kind"], "a measured kind") for one in measured_profiles]
     backward = (
-        sum(float(one["backward"]) for one in measured_profiles) / len(measured_profiles) + again
+        sum(float(one["backward"]) for one in measured_profiles) / len(measured_profiles)
+        + recompute_factor
     )
     return replace(profile, fast=kinds[0], slow=kinds[1], backward=backward), True
 

@@ -133,11 +133,11 @@ def update_correction(
     for which, one in sorted(after.items()):
         if before.get(which) == one:
             continue
-        foretold = predict_curve(which, after, job)
-        if foretold is not None and which[1] != _find_base_degree(after, which[0]):
+        predicted_curve = predict_curve(which, after, job)
+        if predicted_curve is not None and which[1] != _find_base_degree(after, which[0]):
             correction = correction.observe(
                 build_correction_key(job.model_key, which),
-                compute_typical_step_s(foretold),
+                compute_typical_step_s(predicted_curve),
                 compute_typical_step_s(one),
             )
     return correction
@@ -151,12 +151,14 @@ def compare_with_predictions(
     """
     found = {}
     for which, one in sorted(curves.items()):
-        foretold = predict_curve(which, curves, job)
-        if foretold is None or which[1] == _find_base_degree(curves, which[0]):
+        predicted_curve = predict_curve(which, curves, job)
+        if predicted_curve is None or which[1] == _find_base_degree(curves, which[0]):
             continue
         of = build_correction_key(job.model_key, which)
         found[f"{of.role} on {of.kind}"] = {
-            "predicted_s": float(f"{correction.correct(of, compute_typical_step_s(foretold)):.4g}"),
+            "predicted_s": float(
+                f"{correction.correct(of, compute_typical_step_s(predicted_curve)):.4g}"
+            ),
             "observed_s": float(f"{compute_typical_step_s(one):.4g}"),
             "error": round(correction.compute_error(of), 4),
         }

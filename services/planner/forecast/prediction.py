@@ -130,9 +130,9 @@ def correct_prediction(
     counts as more uncertain than usual if the two differ by more than twice the error. Time that
     the model lacks is added unchanged. Time that the model has in excess is removed in proportion.
     """
-    apart = math.log(measured_s / current_model_s)
-    off = max(MODEL_ERROR**2, apart**2 - (2 * relative_error) ** 2)
-    here_s = current_model_s * math.exp(apart * off / (off + relative_error**2))
+    log_error = math.log(measured_s / current_model_s)
+    off = max(MODEL_ERROR**2, log_error**2 - (2 * relative_error) ** 2)
+    here_s = current_model_s * math.exp(log_error * off / (off + relative_error**2))
     return (
         model_s + here_s - current_model_s
         if here_s > current_model_s

@@ -171,9 +171,9 @@ class FurthestTable:
         """Build the table by [level, used units of each other pool]. Padding in front holds -1 for
         invalid states, and a gang reaches -1 from them.
         """
-        most = self.states.max_counts
-        sizes = [n + 1 for n in most[:-1]]
-        levels = sum(most) + 1
+        max_counts = self.states.max_counts
+        sizes = [n + 1 for n in max_counts[:-1]]
+        levels = sum(max_counts) + 1
         shape = [n + pad for n, pad in zip(sizes, self._pads[:-1], strict=True)]
         table = np.full((levels + self._lead_levels, *shape), -1, np.intp)
         used = np.zeros(sizes, np.intp)
@@ -190,7 +190,7 @@ class FurthestTable:
                 lower: _Index = (level + self._lead_levels - size, *shifted)
                 before = table[lower]
                 np.maximum(best, reach[before], out=best)
-            best[(used > level) | (level - used > most[-1])] = -1
+            best[(used > level) | (level - used > max_counts[-1])] = -1
             here: _Index = (level + self._lead_levels, *inner)
             table[here] = best
         return table

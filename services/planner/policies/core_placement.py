@@ -60,20 +60,20 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
     ranks = job.requirements.ranks
     own = draft.get_instances(job.id)
     if ranks > 1:
-        near = [w for w in draft.placeable_workers if draft.get_place(w) == core_place]
+        candidates = [w for w in draft.placeable_workers if draft.get_place(w) == core_place]
         split_workers = [
             w
-            for w in near
+            for w in candidates
             if match_kind(draft.workers[w].accelerator) in job.requirements.expert_split_kinds
         ]
         if len(split_workers) >= ranks:  # of the kinds for the expert split
-            near = split_workers
+            candidates = split_workers
     else:
-        mine = [
+        own_workers = [
             w for seated in own.placements for w in seated.workers if w in draft.placeable_workers
         ]
-        near = [
-            *mine,
+        candidates = [
+            *own_workers,
             *filter(None, [draft.find_free_worker(lambda w: _can_host_core(draft, job, w))]),
         ]
         if any(
@@ -82,17 +82,19 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
             at_home = draft.find_free_worker(
                 lambda w: draft.get_place(w) == core_place and _can_host_core(draft, job, w)
             )
-            there = [worker for worker in mine if draft.get_place(worker) == core_place]
-            near = [*there, *filter(None, [at_home])] or near
+            own_at_home = [
+                worker for worker in own_workers if draft.get_place(worker) == core_place
+            ]
+            candidates = [*own_at_home, *filter(None, [at_home])] or candidates
     offers: dict[str, list[WorkerOffer]] = {}
-    for worker in set(near):
+    for worker in set(candidates):
         host = draft.workers[worker].host if ranks > 1 else ""
         offers.setdefault(host, []).append(
             (_compute_worker_cost(draft, job, own, worker), id_sort_key(worker))
         )
     if job.requirements.attention_ranks:
         known = load_accelerators()
-        kinds = {worker: match_kind(draft.workers[worker].accelerator) for worker in near}
+        kinds = {worker: match_kind(draft.workers[worker].accelerator) for worker in candidates}
         speeds = {w: known[kind].flops if kind in known else 0.0 for w, kind in kinds.items()}
         looks = (
             choose_two_kinds(offers, speeds, job.requirements.attention_ranks, ranks, m)

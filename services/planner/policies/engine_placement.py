@@ -311,8 +311,8 @@ def _make_engine_move(
     undoing the move restores them.
     """
     named = Counter(f"{one.instance.role} of {len(one.workers)}" for one in own_placements)
-    did = ", ".join(f"{n} {name}" for name, n in sorted(named.items())) or str(Role.IDLE)
-    move_details = {"policy": rationale.rule, "from": did, **details}
+    previous_use = ", ".join(f"{n} {name}" for name, n in sorted(named.items())) or str(Role.IDLE)
+    move_details = {"policy": rationale.rule, "from": previous_use, **details}
     inside = [one for one in own_placements if set(one.workers) <= set(gathered.workers)]
     ids = [one.instance.id for one in own_placements]
     degrees = [len(one.workers) for one in inside]

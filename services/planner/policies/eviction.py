@@ -30,10 +30,14 @@ def evict_lost(draft: PoolDraft, presence: PoolPresence) -> None:
         if known.issuperset(gang.workers):
             continue
         lost_ranks = {rank for rank, worker in enumerate(gang.workers) if worker not in known}
-        hit = [r for r in gang.instances if 0 in lost_ranks or lost_ranks.intersection(r.ranks)]
-        short = {resident.job for resident in hit}
+        lost_instances = [
+            r for r in gang.instances if 0 in lost_ranks or lost_ranks.intersection(r.ranks)
+        ]
+        affected_jobs = {resident.job for resident in lost_instances}
         for resident in gang.instances:
-            if resident in hit or (resident.time_sliced and resident.job in short):
+            if resident in lost_instances or (
+                resident.time_sliced and resident.job in affected_jobs
+            ):
                 draft.remove_instance(
                     draft.placements_by_job[resident.job][resident.id], Rationale("lost")
                 )
@@ -44,15 +48,15 @@ def evict_lost(draft: PoolDraft, presence: PoolPresence) -> None:
 def report_hosts(draft: PoolDraft, presence: PoolPresence) -> None:
     """Report which hosts have vanished, with their instances, and which have returned."""
     for name in presence.newly_lost_hosts:
-        there = [worker for worker in draft.workers.values() if worker.host == name]
+        host_workers = [worker for worker in draft.workers.values() if worker.host == name]
         on = {
             seated.instance.id
-            for worker in there
+            for worker in host_workers
             for seated in draft.placements_by_worker[worker.id].values()
         }
         [services] = [host.services for host in draft.snapshot.hosts if host.name == name]
         figures = {
-            "workers": [worker.id for worker in there],
+            "workers": [worker.id for worker in host_workers],
             "residents": sorted(on),
             "services": list(services),
             "away_s": round(compute_absence_s(presence.away_since, name, draft.snapshot.now_ms), 1),

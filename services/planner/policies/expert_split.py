@@ -149,13 +149,13 @@ def _update_prediction(
         less or (previous.is_measured, previous.has_sampled_lengths) == (profiled, sampled)
     ):
         return previous
-    there = _count_kinds(draft, job)
-    if previous.reason and not previous.kinds and len(there) < 2:
+    kind_counts = _count_kinds(draft, job)
+    if previous.reason and not previous.kinds and len(kind_counts) < 2:
         return previous  # unchanged
-    inputs = encode_prediction_inputs(job, there)
+    inputs = encode_prediction_inputs(job, kind_counts)
     if inputs == previous.predicted_inputs:
         return previous
-    found = predict_expert_split(job, there)
+    found = predict_expert_split(job, kind_counts)
     if not isinstance(found, ExpertSplitPrediction):
         return replace(
             previous, predicted_inputs=inputs, reason=previous.reason if previous.kinds else found
@@ -182,8 +182,10 @@ def _count_kinds(draft: PoolDraft, job: PlannedJob) -> dict[str, int]:
     if not places:
         return {}
     home = draft.get_place(core.workers[0]) if core is not None else places.most_common(1)[0][0]
-    there = [worker for worker in draft.placeable_workers if draft.get_place(worker) == home]
-    names = (draft.workers[worker].accelerator for worker in there)
+    core_place_workers = [
+        worker for worker in draft.placeable_workers if draft.get_place(worker) == home
+    ]
+    names = (draft.workers[worker].accelerator for worker in core_place_workers)
     return dict(Counter(match_kind(name) or name for name in names))
 
 

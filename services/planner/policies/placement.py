@@ -106,10 +106,10 @@ def _add_hybrids(draft: PoolDraft, job: PlannedJob, max_hybrids: int, rationale:
 def _replace_disallowed_engines(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     """Replace engines of degrees that the job no longer allows."""
     team, allowed = draft.get_instances(job.id), draft.requirements_by_job[job.id].tensor_parallel
-    there = [len(engine.workers) for engine in team.engines if not engine.instance.pinned]
-    if set(there) <= set(allowed):
+    current_degrees = [len(engine.workers) for engine in team.engines if not engine.instance.pinned]
+    if set(current_degrees) <= set(allowed):
         return
-    allowed_degrees = [degree for degree in there if degree in allowed]
+    allowed_degrees = [degree for degree in current_degrees if degree in allowed]
     room = share - _count_fixed_workers(job) - len(team.hybrids) - sum(allowed_degrees)
     desired_degrees = allowed_degrees + [job.requirements.smallest_engine] * (
         room // job.requirements.smallest_engine

@@ -58,11 +58,11 @@ def _settle_drain(draft: PoolDraft, request: PoolRequest, service_hosts: Service
     accepts.
     """
     hosts = {host.name: host.services for host in draft.snapshot.hosts}
-    there = [w for w in draft.workers.values() if w.host == request.host]
-    if not there and request.host not in hosts:
+    host_workers = [w for w in draft.workers.values() if w.host == request.host]
+    if not host_workers and request.host not in hosts:
         why = f"there is no host {request.host}"
         draft.add_decision(RejectRequest(request.op, why, Rationale("drain")))
-    elif not any(draft.placements_by_worker[worker.id] for worker in there) and not any(
+    elif not any(draft.placements_by_worker[worker.id] for worker in host_workers) and not any(
         service_hosts.find_hosts(name)
         for name in hosts.get(request.host, ())
         if parse_service_name(name)[1] in draft.requirements_by_job
@@ -112,8 +112,8 @@ def _explain_rejection(
         and draft.get_instances(job.id).awake_worker_count >= job.requirements.max_workers
         and not on
     ):
-        most = job.requirements.max_workers
-        return f"{job.id} has its maximum of {most} workers; raise pool.workers.most"
+        max_workers = job.requirements.max_workers
+        return f"{job.id} has its maximum of {max_workers} workers; raise pool.workers.most"
     if (
         _is_joining_engine(draft, request, job)
         and engine_placement.find_engine_around(draft, job, worker.id) is None

@@ -159,8 +159,8 @@ class ShardLedger:
         restored = RestoredGroups()
         mentioned: set[int] = set()
         found: list[_LedgerSegment] = []
-        here = {path.name for path in list_segments(self.directory)}
-        for name in sorted(here | on_record.keys()):
+        local_names = {path.name for path in list_segments(self.directory)}
+        for name in sorted(local_names | on_record.keys()):
             one = _LedgerSegment(self.directory / name, on_record.get(name, -1))
             found.append(one)
             one.replay(restored, compute_seed)

@@ -60,9 +60,9 @@ def _measure_rates(
     """
     found: dict[int, Fraction] = {}
     for degree in degrees:
-        there = [engine for engine in engines if engine.tensor_parallel_size == degree]
-        tokens = sum(e.tokens for e in there)
-        busy_s = sum((Fraction(e.busy_s) for e in there), Fraction())
+        degree_engines = [engine for engine in engines if engine.tensor_parallel_size == degree]
+        tokens = sum(e.tokens for e in degree_engines)
+        busy_s = sum((Fraction(e.busy_s) for e in degree_engines), Fraction())
         if tokens < MIN_TOKENS or busy_s <= 0:
             return {
                 d: Fraction(
@@ -70,7 +70,7 @@ def _measure_rates(
                 )
                 for d in degrees
             }
-        found[degree] = len(there) * tokens / busy_s
+        found[degree] = len(degree_engines) * tokens / busy_s
     return found
 
 

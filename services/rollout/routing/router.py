@@ -247,8 +247,8 @@ class Router:
         if len(self.scheduler.buckets) == 1:
             return 0
         version = assignment.trajectory.version
-        there = {link.bucket for link in self.links.values() if link.version >= version}
-        return find_nearest_bucket(assignment.bucket_state.bucket, there)
+        usable_buckets = {link.bucket for link in self.links.values() if link.version >= version}
+        return find_nearest_bucket(assignment.bucket_state.bucket, usable_buckets)
 
     def on_tool_return(self, assignment: Assignment) -> None:
         """Update the bucket of a trajectory after a tool return."""

@@ -293,8 +293,8 @@ class LocalTurnPlayer(TurnPlayer):
         return self._settings.max_new_tokens - _count_sampled(self.trajectory)
 
     async def generate(self) -> FinishReason:
-        most = min(self.max_tokens - self.trajectory.length, self._tokens_left)
-        return self._player.generate(self.trajectory, self._settings.temperature, most)
+        token_limit = min(self.max_tokens - self.trajectory.length, self._tokens_left)
+        return self._player.generate(self.trajectory, self._settings.temperature, token_limit)
 
     async def step_environment(self, ids: list[int]) -> tuple[str, str, Any]:
         text, action, value = await self._player.call_environment(

@@ -60,13 +60,18 @@ class TrainingPosition:
 
     def describe(self) -> dict[str, Any]:
         """Describe the weights for a process that resumes; version -1, without `manifest`: none."""
-        version, born, manifest = -1, self.lineage, ""
+        version, origin_lineage, manifest = -1, self.lineage, ""
         if self.is_complete and self.updating_step <= self.version:
-            version, born, manifest = self.version, self.origin_lineage, self.manifest
+            version, origin_lineage, manifest = self.version, self.origin_lineage, self.manifest
         elif self.is_complete and self.updating_step == self.computed_step:
             version = self.computed_step
             manifest = self.staged_version[1].manifest if self.staged_version[0] == version else ""
-        return {"lineage": self.lineage, "version": version, "manifest": manifest, "born": born}
+        return {
+            "lineage": self.lineage,
+            "version": version,
+            "manifest": manifest,
+            "born": origin_lineage,
+        }
 
 
 def build_committed_version(row: jobs.JobRow, saved_state: dict[str, Any]) -> CommittedVersion:

@@ -52,9 +52,11 @@ class Recovery:
         if (is_same_division or row.lineage > checkpoint.lineage) and await self._replay_steps(
             checkpoint, row
         ):
-            born = row.lineage if row.version > checkpoint.step else checkpoint.lineage
+            origin_lineage = row.lineage if row.version > checkpoint.step else checkpoint.lineage
             weights = VersionIdentity(row.manifest, row.image, row.masters)
-            return CommittedVersion(row.version, row.lineage, weights, born, name, checkpoint.step)
+            return CommittedVersion(
+                row.version, row.lineage, weights, origin_lineage, name, checkpoint.step
+            )
         if row.version > checkpoint.step:
             await self._restorer.restore(name, checkpoint)
         return await self._open_lineage(name, checkpoint, row)
@@ -73,8 +75,8 @@ class Recovery:
         self._mesh.telemetry.log.warning(
             "new lineage", lineage=lineage, version=checkpoint.step, was=row.version
         )
-        step, born = checkpoint.step, checkpoint.lineage
-        return CommittedVersion(step, lineage, weights, born, name, step)
+        step, origin_lineage = checkpoint.step, checkpoint.lineage
+        return CommittedVersion(step, lineage, weights, origin_lineage, name, step)
 
     async def _replay_steps(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
         """Replay the steps since the checkpoint; return True if the committed masters result."""
@@ -85,10 +87,10 @@ class Recovery:
         expected = list(range(checkpoint.step + 1, row.version + 1))
         if [record.step for record in records] != expected:
             return False
-        again = await self._repeat_steps(records)
+        is_repeated = await self._repeat_steps(records)
         await self._apply_config(self._data.config)
-        if not again or not records:
-            return again
+        if not is_repeated or not records:
+            return is_repeated
         self._core.enter_phase("staging", row.version)
         staged = await self._core.publisher.write_version(
             row.lineage, row.version, checkpoint.weights

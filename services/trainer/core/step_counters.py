@@ -62,8 +62,8 @@ class StepCounters:
         """Return the metrics of a computed step; `busy_s` has compute seconds by instance."""
         self.part_timer.add("update", result.update_s)
         self.part_timer.add("compute", busy_s.get(instance, 0.0))
-        took, waited, asleep, turned, _ = self._measure_elapsed_s()
-        busy = took - waited - asleep
+        elapsed_s, waited, asleep, turned, _ = self._measure_elapsed_s()
+        busy = elapsed_s - waited - asleep
         updated = build_update_metrics(
             result.bin_count, result.gradient_norm, result.stats, result.denominator_sum
         )
@@ -71,8 +71,8 @@ class StepCounters:
         return result.batch.build_metrics() | updated | asdict(times)
 
     def commit_step(self, tokens: int) -> None:
-        took, waited, asleep, _, evaluation_wait_s = self._measure_elapsed_s()
-        self.busy_s += took - waited - asleep
+        elapsed_s, waited, asleep, _, evaluation_wait_s = self._measure_elapsed_s()
+        self.busy_s += elapsed_s - waited - asleep
         self.wait_s += waited
         self.evaluation_wait_s += evaluation_wait_s
         self.steps += 1

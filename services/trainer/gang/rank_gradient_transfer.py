@@ -52,25 +52,29 @@ class RankGradientTransfer:
         slice_gradient: SliceGradient,
     ) -> AsyncIterator[list[AddGradient]]:
         """Yield the orders for ranks 1 and on, valid within the block; raise StorageFull."""
-        outbox, far, run = self._outbox, sorted(self._remote_ranks), self._mesh.host.run_blocking
-        near, orders = AddGradient(generation, round_index, 0), dict[int, AddGradient]()
+        outbox, remote_ranks, run = (
+            self._outbox,
+            sorted(self._remote_ranks),
+            self._mesh.host.run_blocking,
+        )
+        local_order, orders = AddGradient(generation, round_index, 0), dict[int, AddGradient]()
         async with AsyncExitStack() as stack:
-            if len(far) < self._ranks - 1:
+            if len(remote_ranks) < self._ranks - 1:
                 path = self._directory / f"{generation}-{round_index}"
                 await run(
                     write_gradient_file, gradient.data.cast("B"), path, deadline_s=FILE_TIMEOUT_S
                 )
                 stack.push_async_callback(run, path.unlink, True, deadline_s=FILE_TIMEOUT_S)
-                near = AddGradient(generation, round_index, gradient.size, str(path))
-            if far and outbox is not None:
+                local_order = AddGradient(generation, round_index, gradient.size, str(path))
+            if remote_ranks and outbox is not None:
                 await stack.enter_async_context(self._outbox_lock)
                 parts = [
                     await run(slice_gradient, gradient, rank, deadline_s=STATE_TRANSFER_TIMEOUT_S)
-                    for rank in far
+                    for rank in remote_ranks
                 ]
                 stack.push_async_callback(outbox.clear)
                 pieces = await outbox.put_parts(parts)
-                for rank, part, some in zip(far, parts, pieces, strict=True):
+                for rank, part, some in zip(remote_ranks, parts, pieces, strict=True):
                     about = generation, round_index, part.size
                     orders[rank] = AddGradient(*about, bulk_address=outbox.address, chunks=some)
-            yield [orders.get(rank, near) for rank in range(1, self._ranks)]
+            yield [orders.get(rank, local_order) for rank in range(1, self._ranks)]

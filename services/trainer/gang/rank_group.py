@@ -106,14 +106,14 @@ class RankGroup:
                 ),
                 limit_s=max(1.0, timeout_s),
             )
-        here = self._mesh.settings.host
-        far = {rank for rank, other in enumerate(standing, 1) if other.host != here}
-        await self._prepare(far)
+        own_host = self._mesh.settings.host
+        remote_ranks = {rank for rank, other in enumerate(standing, 1) if other.host != own_host}
+        await self._prepare(remote_ranks)
         with ExitStack() as open_:
             where, door = str(self._rendezvous_dir / f"{self._job}-{generation}"), None
             interface = LOOPBACK
             addresses: list[str] = []
-            if far:
+            if remote_ranks:
                 interface, address = self._find_interface(standing)
                 addresses = [address, *(other.address for other in standing)]
                 door = open_.enter_context(

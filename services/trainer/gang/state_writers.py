@@ -222,14 +222,14 @@ class GangStaging:
         own = self._stager.finish() if is_final else self._stager.wait_for_writes()
         orders = self._group.repeat_order(FinishStaging(self._generation, self._number, is_final))
         rank_calls = self._group.run_guarded(self._group.call_all(Ranks.finish_staging, orders))
-        here, there = await asyncio.gather(own, rank_calls)
-        if here is None:
+        own_rows, other_rows = await asyncio.gather(own, rank_calls)
+        if own_rows is None:
             return []
         return [
-            here,
+            own_rows,
             *(
                 StagedRows(one.pieces, one.published_identity, one.masters_identity)
-                for one in there
+                for one in other_rows
             ),
         ]
 

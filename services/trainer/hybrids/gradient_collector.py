@@ -219,19 +219,19 @@ class GradientCollector:
         started = clock.monotonic()
         began = started - self.measure_idle_s()
         stats = await self._compute.compute_round(round_index, update.rounds[round_index])
-        took = clock.monotonic() - self.measure_idle_s() - began
+        compute_s = clock.monotonic() - self.measure_idle_s() - began
         self.on_round_computed(started, clock.monotonic() - started)
-        self._round_s = took if not self._round_s else 0.8 * self._round_s + 0.2 * took
-        self._count_time(self._core_instance, took, len(update.rounds[round_index]))
+        self._round_s = compute_s if not self._round_s else 0.8 * self._round_s + 0.2 * compute_s
+        self._count_time(self._core_instance, compute_s, len(update.rounds[round_index]))
         lengths = [bin.lengths.tolist() for bin in update.rounds[round_index]]
-        for one in lengths if took > 0 else ():
+        for one in lengths if compute_s > 0 else ():
             tokens = sum(one)
             if tokens:
                 size = 1 << (tokens.bit_length() - 1)
-                mean = self._bin_rates.get(size, tokens / took)
-                self._bin_rates[size] = mean + RATE_WEIGHT * (tokens / took - mean)
+                mean = self._bin_rates.get(size, tokens / compute_s)
+                self._bin_rates[size] = mean + RATE_WEIGHT * (tokens / compute_s - mean)
         # The other ranks wait for the slowest bin.
-        self.costs.add_measurement(max(lengths, key=self.costs.get_cost().estimate_bin), took)
+        self.costs.add_measurement(max(lengths, key=self.costs.get_cost().estimate_bin), compute_s)
         if update.board.complete_round(round_index):
             update.stats[round_index] = stats
             self._round_available.set()

@@ -240,10 +240,10 @@ class Hybrid(StatelessSleeper, Actor):
 
         async with self._use_learner():
             gradient, stats = await self.time_slices.run_in_slice("train_step", compute)
-        took = clock.monotonic() - self.time_slices.wait_time_s - began
+        compute_s = clock.monotonic() - self.time_slices.wait_time_s - began
         self.rounds += 1
         self.bins += len(bins)
-        self.busy_s += took
+        self.busy_s += compute_s
         return RoundResult(
             instance=self.placement.instance,
             generation=self._generation,
@@ -251,7 +251,7 @@ class Hybrid(StatelessSleeper, Actor):
             index=lease.index,
             chunks=await self.outbox.put(gradient),
             stats=asdict(stats),
-            busy_s=took,
+            busy_s=compute_s,
         )
 
     async def _run_blocking(self, work: Callable[..., T], *args: Any) -> T:

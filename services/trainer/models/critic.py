@@ -120,5 +120,5 @@ def compute_value_losses(
     if not weight.any():
         return values * 0.0
     returns, before = terms.get_extra("returns"), terms.get_extra("values")
-    near = before + (values - before).clamp(-config.value_clip, config.value_clip)
-    return torch.maximum((values - returns).square(), (near - returns).square()) / 2
+    clipped_values = before + (values - before).clamp(-config.value_clip, config.value_clip)
+    return torch.maximum((values - returns).square(), (clipped_values - returns).square()) / 2

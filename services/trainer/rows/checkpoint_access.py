@@ -47,9 +47,9 @@ async def open_checkpoint_files(
 
     def remove_left() -> None:
         """Remove the copies of earlier processes of this name, which were killed."""
-        for directory in uses.glob("*"):
-            if not directory.name.startswith(mesh.incarnation):
-                shutil.rmtree(directory, True)
+        for stale_copy in uses.glob("*"):
+            if not stale_copy.name.startswith(mesh.incarnation):
+                shutil.rmtree(stale_copy, True)
 
     try:
         await run(remove_left, deadline_s=CHECK_TIMEOUT_S)

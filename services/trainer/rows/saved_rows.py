@@ -52,8 +52,8 @@ def save_rows(path: Path, name: str, rows: Mapping[str, TensorRows]) -> str:
         )
         try:
             for tensor in file.pending_names:
-                there = outline[tensor].cpu().contiguous()
-                file.write_tensor(tensor, alias_for_numpy(there))
+                host_tensor = outline[tensor].cpu().contiguous()
+                file.write_tensor(tensor, alias_for_numpy(host_tensor))
             file.finish()
             return file.digest
         finally:
@@ -162,11 +162,11 @@ def _read_header(file: Path) -> dict[str, _SavedTensor]:
 def _read_rows(rows: _SavedTensor, first: int, into: Tensor) -> None:
     """Read the file's rows from index `first` on."""
     width, item = max(1, rows.row_numel), rows.dtype.itemsize
-    most = max(1, BLOCK_BYTES // (width * item))
+    max_rows = max(1, BLOCK_BYTES // (width * item))
     with rows.file.open("rb", buffering=0) as file:
         file.seek(rows.offset_bytes + first * width * item)
-        for start in range(0, len(into), most):
-            target = into[start : start + most]
+        for start in range(0, len(into), max_rows):
+            target = into[start : start + max_rows]
             found = torch.empty(target.shape, dtype=rows.dtype)
             raw = found.reshape(-1).view(torch.uint8).numpy().data
             if file.readinto(raw) != len(raw):

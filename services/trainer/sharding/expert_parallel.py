@@ -44,8 +44,8 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> Any:
-        sizes, coming, group = ctx.sent  # type: ignore[attr-defined]
-        return exchange_rows(gradients[0], coming, sizes, group), None, None, None
+        sizes, received_sizes, group = ctx.sent  # type: ignore[attr-defined]
+        return exchange_rows(gradients[0], received_sizes, sizes, group), None, None, None
 
 
 def exchange_rows(
@@ -103,18 +103,18 @@ class ExpertParallel:
         group = self._expert_group
         ranks, count = group.size(), experts.config.num_experts // group.size()
         counts = torch.diff(expert_ends, prepend=expert_ends.new_zeros(1)).view(ranks, count)
-        came = torch.empty_like(counts)
-        dist.all_to_all_single(came, counts, group=group)
-        sizes, coming = counts.sum(1).tolist(), came.sum(1).tolist()
-        here: Tensor = AllToAll.apply(rows, sizes, coming, group)  # type: ignore[no-untyped-call]
-        about = here, experts.gate_up, experts.down, came, experts
+        received_counts = torch.empty_like(counts)
+        dist.all_to_all_single(received_counts, counts, group=group)
+        sizes, received_sizes = counts.sum(1).tolist(), received_counts.sum(1).tolist()
+        received_rows: Tensor = AllToAll.apply(rows, sizes, received_sizes, group)  # type: ignore[no-untyped-call]
+        about = received_rows, experts.gate_up, experts.down, received_counts, experts
         if self._recompute:
             outputs = checkpoint(
                 self._compute_experts, *about, use_reentrant=False, preserve_rng_state=False
             )
         else:
             outputs = self._compute_experts(*about)
-        found: Tensor = AllToAll.apply(outputs, coming, sizes, group)  # type: ignore[no-untyped-call]
+        found: Tensor = AllToAll.apply(outputs, received_sizes, sizes, group)  # type: ignore[no-untyped-call]
         return found
 
     def _compute_experts(
@@ -162,11 +162,13 @@ def split_experts(
     rank = mesh.get_local_rank()
     experts = {name: p for name, p in model.named_parameters() if is_expert_matrix(name)}
     ranks, within = mesh.size(), timedelta(seconds=deadline_s)
-    same = [list(range(part, ranks, expert_parallel)) for part in range(expert_parallel)]
-    near = [
+    replica_groups = [list(range(part, ranks, expert_parallel)) for part in range(expert_parallel)]
+    expert_groups = [
         list(range(first, first + expert_parallel)) for first in range(0, ranks, expert_parallel)
     ]
-    groups = [(some, dist.new_group(some, timeout=within)) for some in (*same, *near)]
+    groups = [
+        (some, dist.new_group(some, timeout=within)) for some in (*replica_groups, *expert_groups)
+    ]
     replica_group, expert_group = (group for some, group in groups if rank in some)
     large = 4 * sum(p.numel() for p in experts.values()) // expert_parallel > MAX_UNSHARDED_BYTES
     across = ExpertParallel(

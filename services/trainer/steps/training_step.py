@@ -83,12 +83,12 @@ class TrainingStep:
             arrived = [group async for group in groups]
             self._intake.enter("pack")
             for sequences in await self._build_minibatches(arrived):
-                maker = self._create_round_planner()
+                round_planner = self._create_round_planner()
                 self._intake.enter("pack")
-                rounds = await self._run_blocking(maker.add, sequences)
-                rounds += await self._run_blocking(maker.flush)
+                rounds = await self._run_blocking(round_planner.add, sequences)
+                rounds += await self._run_blocking(round_planner.flush)
                 self._intake.enter("")
-                await self._run_update(rounds, maker.plan, sequences)
+                await self._run_update(rounds, round_planner.plan, sequences)
         return self.result
 
     async def replay(self, groups: list[TrajectoryGroup], updates: list[RoundPlan]) -> StepResult:
@@ -118,7 +118,7 @@ class TrainingStep:
         return UNKNOWN if self.result.updates else self._version
 
     async def _run_streaming(self, groups: AsyncIterator[TrajectoryGroup]) -> None:
-        maker, trained = self._create_round_planner(), []
+        round_planner, trained = self._create_round_planner(), []
         await self._gradients.begin_update(self._manifest)
 
         async def feed() -> None:
@@ -127,15 +127,15 @@ class TrainingStep:
                 self._intake.enter("pack")
                 sequences = await self._run_blocking(self.result.batch.add, group)
                 trained.extend(sequences)
-                self._gradients.offer_rounds(await self._run_blocking(maker.add, sequences))
+                self._gradients.offer_rounds(await self._run_blocking(round_planner.add, sequences))
                 self._intake.enter("wait")
             self._intake.enter("pack")
-            self._gradients.offer_rounds(await self._run_blocking(maker.flush))
+            self._gradients.offer_rounds(await self._run_blocking(round_planner.flush))
             self._intake.enter("")
             self._gradients.close_rounds()
 
         stats = await run_both(feed(), self._gradients.compute_rounds())
-        await self._apply_update(stats, maker.plan, trained)
+        await self._apply_update(stats, round_planner.plan, trained)
 
     async def _build_minibatches(
         self, groups: list[TrajectoryGroup]

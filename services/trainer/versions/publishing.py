@@ -215,10 +215,10 @@ class VersionPublisher:
 
     async def _rechunk(self, lost_manifest: Manifest, staged_rows: Iterable[StagedRows]) -> bool:
         """Write a version's chunks from rows of another layout; False if the weights differ."""
-        there = [piece for one in staged_rows for piece in one.pieces]
+        staged_pieces = [piece for one in staged_rows for piece in one.pieces]
         about = self._mesh, self._bulk
         read = partial(fetch_chunk, *about, wait_reason="weights", job=self._data.id)
-        async for digest, content in rechunk_tensors(lost_manifest.tensors, there, read):
+        async for digest, content in rechunk_tensors(lost_manifest.tensors, staged_pieces, read):
             found = await self._mesh.host.run_blocking(
                 compute_digest, content, deadline_s=HASH_TIMEOUT_S
             )

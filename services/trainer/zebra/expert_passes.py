@@ -36,15 +36,17 @@ def run_forward(
     `recompute`.
     """
     sources = sorted(rows)
-    came = torch.stack([counts[rank] for rank in sources])  # [attention ranks, experts here]
-    order = order_by_expert(came)
+    received_counts = torch.stack(
+        [counts[rank] for rank in sources]
+    )  # [attention ranks, experts here]
+    order = order_by_expert(received_counts)
     inputs = torch.cat([rows[rank] for rank in sources]).index_select(0, order)
     graph = keep_graph and not recompute
     expert_pass = ExpertPass(
         experts,
         {rank: len(rows[rank]) for rank in sources},
         order,
-        came.sum(0).cumsum(0),
+        received_counts.sum(0).cumsum(0),
         inputs.requires_grad_(keep_graph and len(inputs) > 0),
         None,
     )
