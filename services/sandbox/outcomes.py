@@ -29,7 +29,7 @@ class CallResult:
 
 @dataclass
 class _ExitCounter:
-    count: int
+    exit_count: int
     code: int
     why: str  # of the last one
     log: str
@@ -61,7 +61,7 @@ class RedisExitReporter(ExitReporter):
 
     def record_exit(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
         counter = self._pending.setdefault(name, _ExitCounter(0, code, why, "", job or self._job))
-        counter.count, counter.code, counter.why = counter.count + 1, code, why
+        counter.exit_count, counter.code, counter.why = counter.exit_count + 1, code, why
         counter.log = str(log) if log is not None else ""
         if self._report_task is None:
             self._report_task = asyncio.get_running_loop().create_task(
