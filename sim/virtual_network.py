@@ -116,10 +116,10 @@ class MemoryNetwork:
         if frozenset((source, target)) in self._partitions or draw() < faults.loss:
             self.lost_messages += 1
             return
-        twice = draw() < faults.duplication
-        self.duplicated_messages += twice
+        is_duplicated = draw() < faults.duplication
+        self.duplicated_messages += is_duplicated
         copied_frames = [bytes(frame) for frame in frames]  # the sender may reuse its arrays
-        for _ in range(1 + twice):
+        for _ in range(1 + is_duplicated):
             self._schedule_delivery(source, target, peer, copied_frames)
 
     def _schedule_delivery(self, source: str, target: str, peer: Peer, frames: list[bytes]) -> None:
@@ -206,9 +206,9 @@ class MemoryTransport:
         if self._closed or self._deliver is None:
             return
         if address in self._requested_addresses:
-            reached = address in self.reached_addresses
+            was_reached = address in self.reached_addresses
             self.disconnect(address)
-            self._on_peer_lost(address, reached, False)
+            self._on_peer_lost(address, was_reached, False)
         if address in self._requesters:
             self._requesters.discard(address)
             self._on_requester_gone(address.encode())

@@ -131,12 +131,12 @@ class Client:
         """
         while True:
             # before the request: so the job's last event is included
-            over = (await _retry(partial(self.job, name))).over
-            look = partial(self.read_events, name, since, 0.0 if over else EVENT_WAIT_S)
+            has_ended = (await _retry(partial(self.job, name))).over
+            look = partial(self.read_events, name, since, 0.0 if has_ended else EVENT_WAIT_S)
             found, since = await _retry(look)
             for event in found:
                 yield event
-            if over and not found:
+            if has_ended and not found:
                 return
 
     async def read_events(

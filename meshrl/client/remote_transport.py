@@ -122,9 +122,9 @@ class RemoteTransport:
         raise NotAllowed("a token does not allow moving workers", fix="Ask the owner of the mesh")
 
     async def weights(self, name: str, step: int | None, best: bool, out: Path) -> Path:
-        want = ModelRequest(name, -1 if step is None else step, best)
+        request = ModelRequest(name, -1 if step is None else step, best)
         with _atomic_directory(out) as scratch:
-            model = await self._connection.call(Gateway.model, want)
+            model = await self._connection.call(Gateway.model, request)
             for file, (size, digest) in model.files.items():
                 path = PurePosixPath(file)
                 if path.is_absolute() or ".." in path.parts or not path.parts:

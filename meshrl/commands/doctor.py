@@ -81,12 +81,11 @@ def run_checks() -> Iterator[Finding]:
 
 def _describe_container(kind: str) -> Finding:
     """Return the rights that the container leaves to a mesh; other findings report missing ones."""
-    has = container.read_rights()
-    found = (
-        f"{kind}: user {has.user_id}, {has.capability_count} capabilities, seccomp {has.seccomp}"
-    )
-    found += ", no new privileges" if has.no_new_privileges else ""
-    found += f", the root file system is {'read-only' if has.has_read_only_root else 'writable'}"
+    rights = container.read_rights()
+    found = f"{kind}: user {rights.user_id}, {rights.capability_count} capabilities"
+    found += f", seccomp {rights.seccomp}"
+    found += ", no new privileges" if rights.no_new_privileges else ""
+    found += f", the root file system is {'read-only' if rights.has_read_only_root else 'writable'}"
     return Finding(OK, "container", found)
 
 
@@ -253,8 +252,8 @@ def _check_gpu_backend() -> Finding:
     except ConfigError as error:
         found = f'none, mesh.device = "cuda" is rejected: {error.message}'
         return Finding(NOTE, "gpu path", found, error.fix)
-    if lacking := library_build.list_missing_cuda_tools():
-        found = f"graphs, in plain PyTorch without CUDA graphs: no {', no '.join(lacking)}"
+    if missing_tools := library_build.list_missing_cuda_tools():
+        found = f"graphs, in plain PyTorch without CUDA graphs: no {', no '.join(missing_tools)}"
         fix = "Install the missing tools: decoding is slower without them"
         return Finding(NOTE, "gpu path", found, fix)
     return Finding(OK, "gpu path", "graphs, kernels compiled at the first start")

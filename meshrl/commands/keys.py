@@ -42,26 +42,28 @@ def print_keys(mesh: Path | None, as_json: bool) -> None:
 def revoke_host_or_key(host_or_key: str, mesh: Path | None) -> None:
     """Revoke a host, or one key."""
     place = find_head(mesh)
-    begins = re.fullmatch(
+    key_match = re.fullmatch(
         KEY_PREFIX_PATTERN, host_or_key.lower().removesuffix("...").removesuffix("…")
     )
-    if begins and not _match_hosts(place, host_or_key):
-        public, whose = query_mesh(place, partial(_find_key, prefix=begins[0]), ANSWER_TIMEOUT_S)
+    if key_match and not _match_hosts(place, host_or_key):
+        public, owner_text = query_mesh(
+            place, partial(_find_key, prefix=key_match[0]), ANSWER_TIMEOUT_S
+        )
         if not query_mesh(
             place, lambda state: credentials.revoke_key(state, public), ANSWER_TIMEOUT_S
         ):
             raise Refused("this key is already revoked")
         print(
-            f"the key {public[:8]}{whose} is revoked; its process is admitted with a new key "
+            f"the key {public[:8]}{owner_text} is revoked; its process is admitted with a new key "
             "after a restart"
         )
         return
     host = _find_joined_host(place, host_or_key)
 
     async def expelled(state: StateClient) -> None:
-        op, about, within_s = uuid.uuid4().hex, {"host": host}, EXPEL_TIMEOUT_S - ANSWER_TIMEOUT_S
+        op, about, timeout_s = uuid.uuid4().hex, {"host": host}, EXPEL_TIMEOUT_S - ANSWER_TIMEOUT_S
         await host_requests.submit_host_request(
-            state, SystemClock(), op, host_requests.LEAVE, about, within_s
+            state, SystemClock(), op, host_requests.LEAVE, about, timeout_s
         )
 
     token = _find_valid_token(

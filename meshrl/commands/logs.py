@@ -61,10 +61,9 @@ def print_logs(
             _follow_local(lambda: sorted(place.logs.glob("*.log")), sizes, True)
     else:
         path = place.log_path(service)
-        perhaps_elsewhere = path not in here or place.joined_hosts.is_file()
+        may_be_elsewhere = path not in here or place.joined_hosts.is_file()
         if not (
-            perhaps_elsewhere
-            and asyncio.run(_print_remote_log(place, service, lines, follow, here))
+            may_be_elsewhere and asyncio.run(_print_remote_log(place, service, lines, follow, here))
         ):
             _print_lines(path.stem, read_tail(path, lines), False)
             if follow:

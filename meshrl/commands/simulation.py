@@ -35,13 +35,13 @@ def run_simulation(
     """Run a scenario and return the exit status; without a scenario and a run, list scenarios."""
     if scenario in OTHER_SCENARIOS:
         words, _ = OTHER_SCENARIOS[scenario]
-        lacking = ""
+        problem = ""
         if any((what_if, overrides, out, run_dir)):
-            lacking = f"takes no options; see python -m {words[0]} --help"
+            problem = f"takes no options; see python -m {words[0]} --help"
         elif importlib.util.find_spec("loadtests") is None and words[0].startswith("loadtests."):
-            lacking = f"needs a checkout of MeshRL; run python -m {words[0]} there"
-        if lacking:
-            print(f"{scenario} {lacking}", file=sys.stderr)
+            problem = f"needs a checkout of MeshRL; run python -m {words[0]} there"
+        if problem:
+            print(f"{scenario} {problem}", file=sys.stderr)
             return 2
         return subprocess.run([sys.executable, "-m", *words], check=False).returncode
     words = [sys.executable, "-m", "meshrl.sim.cluster", *([scenario] if scenario else [])]

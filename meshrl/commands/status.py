@@ -128,11 +128,11 @@ def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
             await jobs.read_jobs(state),
         )
 
-    recent, told_of, rows = query_mesh(find_mesh(mesh), read_recent_state, ANSWER_TIMEOUT_S)
+    recent, predictions, rows = query_mesh(find_mesh(mesh), read_recent_state, ANSWER_TIMEOUT_S)
     known = [read_move_outcomes(Path(row.run_dir)) for row in rows]
     judged = move_outcomes.list_outcomes(move_outcomes.merge_events(*known, recent), subject)
     found = decisions.select_decisions(recent, subject)
-    present = told_of.get(subject)
+    present = predictions.get(subject)
     if as_json:
         content = {
             "decisions": [asdict(event) for event in found],

@@ -47,8 +47,8 @@ def create_token(
     place = find_head(mesh)
     door = gateway_identity.read_identity(place.directory)
     _check_not_existing(out)
-    at, lasts_s = (door.address, door.public), days * DAY_S
-    token, ticket = token_registry.create_token(name, lasts_s, time.time(), *at, priority)
+    at, lifetime_s = (door.address, door.public), days * DAY_S
+    token, ticket = token_registry.create_token(name, lifetime_s, time.time(), *at, priority)
     token_registry.add_token(_token_file(place), token)
     if _deliver(ticket, out):
         print(f"{out} contains a token for {name}: meshrl submit JOB --token {out}")
@@ -68,8 +68,8 @@ def print_new_host_token(
         )
     _check_not_existing(out)
     if _deliver(create_host_token(place, name, hours * HOUR_S, uses), out):
-        whom = {0: "any number of hosts", 1: "one host"}.get(uses, f"{uses} hosts")
-        print(f"{out} admits {whom}: copy it there; meshrl join {out.name if out else ''}")
+        allowed_hosts = {0: "any number of hosts", 1: "one host"}.get(uses, f"{uses} hosts")
+        print(f"{out} admits {allowed_hosts}: copy it there; meshrl join {out.name if out else ''}")
 
 
 def _check_not_existing(out: Path | None) -> None:
@@ -113,8 +113,8 @@ def revoke_tokens(name_or_id: str, mesh: Path | None) -> None:
     """Revoke tokens and print how many."""
     revoked = token_registry.revoke_tokens(_token_file(find_head(mesh)), name_or_id, time.time())
     of_hosts = any(token.kind == HOST_TOKEN for token in revoked)
-    stays = "hosts that it admitted stay" if of_hosts else "jobs that it submitted continue"
-    print(f"revoked {len(revoked)} of {name_or_id}; {stays}")
+    effect = "hosts that it admitted stay" if of_hosts else "jobs that it submitted continue"
+    print(f"revoked {len(revoked)} of {name_or_id}; {effect}")
 
 
 def _token_file(place: MeshPaths) -> Path:
@@ -144,8 +144,8 @@ def make_secrets(
 
     Raises Refused if it exists; ConfigError for an invalid NAME[:PORT].
     """
-    near = parse_gateway_address(head_address, GATEWAY_PORT, "--head")
-    far = parse_gateway_address(exposed_address, GATEWAY_PORT, "--exposed")
+    head_endpoint = parse_gateway_address(head_address, GATEWAY_PORT, "--head")
+    exposed_endpoint = parse_gateway_address(exposed_address, GATEWAY_PORT, "--exposed")
     at = (
         urlsplit(parse_gateway_address(redis_address, REDIS_PORT, "--redis"))
         if redis_address
@@ -159,16 +159,16 @@ def make_secrets(
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}")
     fresh.mkdir(parents=True, mode=0o700)
     try:
-        pair, now_s, lasts_s = KeyPair.generate(), time.time(), days * DAY_S
+        pair, now_s, lifetime_s = KeyPair.generate(), time.time(), days * DAY_S
         gateway = pair.public.decode()
         host, joining = token_registry.create_token(
-            JOIN_FILE, lasts_s, now_s, near, gateway, kind=HOST_TOKEN, uses=0
+            JOIN_FILE, lifetime_s, now_s, head_endpoint, gateway, kind=HOST_TOKEN, uses=0
         )
-        person, submitting = token_registry.create_token(
-            SUBMIT_FILE, lasts_s, now_s, far, gateway, kind=PERSON_TOKEN
+        user_token, submitting = token_registry.create_token(
+            SUBMIT_FILE, lifetime_s, now_s, exposed_endpoint, gateway, kind=PERSON_TOKEN
         )
-        handed = HeadSecrets(gateway, pair.secret.decode(), [host, person])
-        handed.write(fresh / head_secrets.HEAD_FILE)
+        stored_secrets = HeadSecrets(gateway, pair.secret.decode(), [host, user_token])
+        stored_secrets.write(fresh / head_secrets.HEAD_FILE)
         write_token(joining, fresh / JOIN_FILE)
         write_token(submitting, fresh / SUBMIT_FILE)
         if at is not None:

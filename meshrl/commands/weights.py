@@ -37,10 +37,10 @@ def print_versions(run: Path | None, mesh: Path | None, token: str | None, as_js
     for one in found["versions"]:
         missing = "" if one["whole"] else " (chunks are missing)"
         why = ", ".join(one["why"]) or "to be deleted"
-        size, alone = _format_bytes(one["bytes"]), _format_bytes(one["alone"])
+        size, exclusive = _format_bytes(one["bytes"]), _format_bytes(one["alone"])
         digits = one["manifest"][:MANIFEST_DIGITS]
         table.add_row(
-            _format_version(one), digits, size, alone, one["dtype"], why + missing, one["note"]
+            _format_version(one), digits, size, exclusive, one["dtype"], why + missing, one["note"]
         )
     console_tables.print_table(table)
     quota = f" of {_format_bytes(found['quota_bytes'])}" if found["quota_bytes"] else ""
@@ -120,7 +120,7 @@ def diff_versions(
         return
     table = console_tables.make_table("tensor", "shape", "changed", "largest", "mean", "")
     tensors = found["tensors"]
-    first, second = (found[which].removeprefix("0/") for which in ("first", "second"))
+    first, second = (found[side].removeprefix("0/") for side in ("first", "second"))
     for one in tensors[: limit or None]:
         share = f"{one['changed'] / max(1, one['elements']):.3%}"
         figures = share, f"{one['largest']:.3g}", f"{one['mean']:.3g}"
@@ -144,8 +144,8 @@ def _request_versions(
 ) -> dict[str, Any]:
     """Return the answer about this user's run, or with a token about a job of another's mesh."""
     if not token or mesh or (run and (run / "job.json").is_file()):
-        meant: RunLocation = resolve_run(run, mesh)
-        return run_versions_command(*build_arguments(action, meant.directory, version, note))
+        location: RunLocation = resolve_run(run, mesh)
+        return run_versions_command(*build_arguments(action, location.directory, version, note))
     if run is None:
         raise ConfigError(
             "the job of the token is missing", fix="Name a job: `meshrl status` lists them"

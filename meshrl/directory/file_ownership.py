@@ -19,8 +19,8 @@ def create_private_directory(directory: Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o777 & ~PRIVATE_UMASK)
     require_own_file(directory)
-    around = directory.parent.stat()
-    if around.st_mode & WORLD_WRITABLE and not around.st_mode & stat.S_ISVTX:
+    parent_stat = directory.parent.stat()
+    if parent_stat.st_mode & WORLD_WRITABLE and not parent_stat.st_mode & stat.S_ISVTX:
         raise Refused(
             f"every user can replace {directory.name} in {directory.parent}",
             where=str(directory),

@@ -34,20 +34,21 @@ def build_arguments(
     action: str, run: str | Path, version: str = "", note: str = ""
 ) -> list[str | Path]:
     """Return the arguments of `list`, `pin` and `unpin`; no user input is parsed as an option."""
-    noted = [f"--note={note}"] if note else []
-    return [action, *noted, "--", run, *([version] if action != "list" else [])]
+    note_options = [f"--note={note}"] if note else []
+    return [action, *note_options, "--", run, *([version] if action != "list" else [])]
 
 
 def run_versions_command(*arguments: str | Path) -> dict[str, Any]:
     """Return the answer to a command. Raises the command's own error."""
     with TemporaryDirectory(prefix="meshrl-versions-") as scratch:
         log = Path(scratch) / "said"
-        tied = threading.current_thread() is threading.main_thread()  # no other thread can tie it
+        # No other thread can tie it.
+        dies_with_parent = threading.current_thread() is threading.main_thread()
         child = SystemHost().spawn(
             build_command(arguments),
             name="versions",
             log=log,
-            options=SpawnOptions(die_with_parent=tied),
+            options=SpawnOptions(die_with_parent=dies_with_parent),
         )
         try:
             while child.poll() is None:

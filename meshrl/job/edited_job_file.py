@@ -47,12 +47,12 @@ def describe_edits(
         ]
     own = dict(flatten(document))
     found = diff_documents(recorded_file["keys"], now)
-    apart = {key: new for key, (_, new) in found.items() if key not in own or own[key] != new}
-    if not apart:
+    differences = {key: new for key, (_, new) in found.items() if key not in own or own[key] != new}
+    if not differences:
         return []
     lines = [f"{path} was edited after the run began; {goes_on} values:"]
     may: list[str] = []
-    for key, value in apart.items():
+    for key, value in differences.items():
         try:
             fixed = find_rule(key).fixed_reason
         except KeyError:

@@ -47,10 +47,14 @@ def find_missing_key(row: DatasetRow, keys: list[RequiredKey]) -> tuple[str, str
     """Return (setting, error, fix) for the first key that a row lacks."""
     for needed in keys:
         if needed.key not in row.value:
-            has = ", ".join(map(repr, row.value)) or "nothing"
+            present_keys = ", ".join(map(repr, row.value)) or "nothing"
             wrong = f"{row.location}: the row has no {needed.key!r}, which {needed.reader} reads"
             choose = f", or set {needed.key_option} to the row's key" if needed.key_option else ""
-            return needed.job_key, f"{wrong}; it has {has}", f"Add the key to every row{choose}"
+            return (
+                needed.job_key,
+                f"{wrong}; it has {present_keys}",
+                f"Add the key to every row{choose}",
+            )
     return None
 
 

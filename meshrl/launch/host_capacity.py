@@ -28,7 +28,7 @@ def parse_host_capacity(
     `no_workers`: --no-workers; `default_workers`: the CPU slots of a host that states no number.
     Raises ConfigError for options that contradict each other or leave nothing to offer.
     """
-    takes = parse_services(services) if services is not None else ALL_SERVICES
+    accepted_services = parse_services(services) if services is not None else ALL_SERVICES
     if no_workers and workers:
         wrong = f"--no-workers and --workers {workers} contradict each other"
         raise ConfigError(wrong, where="--no-workers", fix="Remove one of them")
@@ -37,10 +37,10 @@ def parse_host_capacity(
         raise ConfigError(wrong, where="--no-workers", fix="Remove one of them")
     if not no_workers and device == CPU:
         workers = workers or default_workers
-    if not takes and not workers and device == CPU:
+    if not accepted_services and not workers and device == CPU:
         raise ConfigError(
             "this host offers neither workers nor services",
             where="--services",
             fix="Set --workers N, or --services shards,sandboxes",
         )
-    return HostCapacity(workers, device, takes)
+    return HostCapacity(workers, device, accepted_services)

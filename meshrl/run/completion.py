@@ -105,10 +105,10 @@ def _wait_for_summary(run: RunLocation, is_terminal: bool, deadline_s: float | N
                 return
         elif read_json_or_empty(summary).get("phase") == phase:
             return
-        noted = max(
+        last_write_s = max(
             began if is_terminal else 0.0, record.stat().st_mtime if record.is_file() else 0.0
         )
-        if time.time() > noted + EXPORT_TIMEOUT_S:
+        if time.time() > last_write_s + EXPORT_TIMEOUT_S:
             return  # no process records the run
         time.sleep(POLL_S)
 

@@ -90,12 +90,12 @@ class RunOutcome:
 
 def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
     """Return the state of the run; `is_live`: its mesh runs, None: find out."""
-    harm: list[str] = []
+    corruption_lines: list[str] = []
     phase, error, held_out, gave_up = Phase.QUEUED.value, "", None, ""
     for event in json_lines.iterate_rows(run.directory / "events.jsonl", *OUTCOME_EVENTS):
         kind, fields = event["kind"], event["fields"]
         if kind == CORRUPTION_EVENT and fields.get("job") in ("", run.job):
-            harm.append(describe_event(fields))
+            corruption_lines.append(describe_event(fields))
         if kind == "process_ended" and fields.get("final"):
             gave_up = format_event(Event(event["id"], int(event["ms"]), kind, fields))
         if fields.get("job") != run.job:
@@ -136,7 +136,7 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
         reward=float(rows[-1]["reward"]) if rows else None,
         held_out=held_out,
         error=error,
-        damaged=(*harm[-MAX_CORRUPT_FILES:], *list_corrupt_files(run.directory)),
+        damaged=(*corruption_lines[-MAX_CORRUPT_FILES:], *list_corrupt_files(run.directory)),
     )
 
 

@@ -259,14 +259,14 @@ def _check_changes(
     why.
     """
     changes = diff_documents(old_document, new_document)
-    refused = {
+    rejected = {
         key: why
         for key, (old, new) in changes.items()
         if (why := explain_rejected_change(key, old, new))
     }
-    if refused:
+    if rejected:
         raise ConfigError(
-            "; ".join(f"{key} may not change in a run: {why}" for key, why in refused.items()),
+            "; ".join(f"{key} may not change in a run: {why}" for key, why in rejected.items()),
             fix="Start a new run with it: meshrl run JOB --set KEY=VALUE",
         )
     if run.mesh_paths.root != run.directory and (

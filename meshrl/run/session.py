@@ -135,8 +135,8 @@ async def _conclude(
         )
     if recorder.output_url:
         print(f"copying the remaining files to {recorder.output_url}", flush=True)
-    lacking = [await copy_versions(recorder.run_dir, stop), await recorder.finish_copy(stop)]
-    missing = [why for why in lacking if why]
+    copy_errors = [await copy_versions(recorder.run_dir, stop), await recorder.finish_copy(stop)]
+    missing = [why for why in copy_errors if why]
     for why in missing:
         print(f"error: {why}", file=sys.stderr)
     return choose_exit_status(summary, phase, launcher.failed.is_set()) or (

@@ -28,16 +28,16 @@ async def record_all(mesh: RunningMesh, stop: asyncio.Event) -> None:
     A job with a bad directory or a slow tracker does not delay the others.
     """
     recording: dict[str, asyncio.Task[None]] = {}
-    looks = SharedSnapshot(mesh)
+    shared_snapshot = SharedSnapshot(mesh)
     while not stop.is_set():
         try:
             async with mesh.clock.timeout(POLL_TIMEOUT_S, "reading the jobs"):
-                known = await looks.read_live_jobs()
+                known = await shared_snapshot.read_live_jobs()
         except (StateUnavailable, DeadlineExceeded):
             known = []
         for row in known:
             if row.id not in recording:
-                work = record_job(mesh, row.id, Path(row.run_dir), stop, looks)
+                work = record_job(mesh, row.id, Path(row.run_dir), stop, shared_snapshot)
                 recording[row.id] = asyncio.create_task(work, name=f"record {row.id}")
         for job in [job for job, task in recording.items() if task.done()]:
             recording.pop(job).result()  # raises our own faults; the job may be resumed
@@ -75,9 +75,9 @@ async def record_job(
                         break
                     page.update_if_due()
                     await mesh.clock.sleep(POLL_S)
-            given_up = _make_give_up_check(mesh, stop)
-            await recorder.close(given_up)
-            summary = await report.write_results(recorder, given_up)
+            has_given_up = _make_give_up_check(mesh, stop)
+            await recorder.close(has_given_up)
+            summary = await report.write_results(recorder, has_given_up)
             if bad := format_violations(summary):
                 print_line(describe_wrong_account(run_dir, bad))
             if missing := await recorder.finish_copy(stop):

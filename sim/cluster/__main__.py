@@ -102,8 +102,8 @@ def _run_seeds(
         known = known if seed == scenario.seed else {}
         last = list(arms)[-1]
         there = [name for name, arm in arms.items() if arm.table.ratio or name == last]
-        ran = {name: run_arm(arms[name], path.parent, known) for name in there}
-        figures = {name: one.figures for name, one in ran.items()}
+        results = {name: run_arm(arms[name], path.parent, known) for name in there}
+        figures = {name: one.figures for name, one in results.items()}
         ratios = compute_ratios(figures, {}, {name: arms[name].table.ratio for name in there})
         for name, value in ratios.items():
             assert isinstance(value, float)
@@ -155,12 +155,12 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
             if_ = " ".join(args.what_if)
             arms = {**arms, **{f"{name} if {if_}": arm for name, arm in changed.items()}}
         known: dict[str, SimCluster] = {}
-        ran = {name: run_arm(arm, path.parent, known) for name, arm in arms.items()}
-        figures = {name: one.figures for name, one in ran.items()}
-        papers = {name: one.arm.paper for name, one in ran.items()}
+        results = {name: run_arm(arm, path.parent, known) for name, arm in arms.items()}
+        figures = {name: one.figures for name, one in results.items()}
+        papers = {name: one.arm.paper for name, one in results.items()}
         table = format_table(figures, papers)
         print(table)
-        for name, one in ran.items():
+        for name, one in results.items():
             if one.best_settings:
                 print(f"{name}: {one.best_settings}")
             for job in one.cluster.jobs.values():
@@ -173,7 +173,7 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
         for source in scenario.sources:
             print(f"- {source}")
         if args.out is not None:
-            clusters = {name: one.cluster for name, one in ran.items()}
+            clusters = {name: one.cluster for name, one in results.items()}
             for drawn in write_figures(scenario.title or path.stem, table, clusters, args.out):
                 print(drawn)
         several = scenario.seeds > 1 and not args.what_if
@@ -190,12 +190,12 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
         about = f"measured run: {measured.step_s:.4g} s/step"
         print(f"{about}; error of its simulation: {off:+.1%}")
         run_figures = {"run_step_s": round(measured.step_s, 4), "run_error": round(off, 4)}
-    ratios = {name: one.arm.ratio for name, one in ran.items()}
-    cpu = {f"{name.replace(' ', '_')}_cpu_s": round(one.cpu_s, 2) for name, one in ran.items()}
+    ratios = {name: one.arm.ratio for name, one in results.items()}
+    cpu = {f"{name.replace(' ', '_')}_cpu_s": round(one.cpu_s, 2) for name, one in results.items()}
     medians: dict[str, float | list[float]] = {}
     for name, values in ratios_of.items():
         medians |= {name: median(values), f"{name}_seeds": values}
-    total = {"cpu_s": round(sum(one.cpu_s for one in ran.values()), 2)}
+    total = {"cpu_s": round(sum(one.cpu_s for one in results.values()), 2)}
     print(
         json.dumps(
             flatten_figures(figures)

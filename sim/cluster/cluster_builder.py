@@ -99,10 +99,10 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
         query = _build_query(job, shape, hosts, workload)
         if job.plan:
             found = search_layout(query, job.plan == "uniform")
-            stays = (
+            has_fixed_layout = (
                 job.plan == "uniform" and not job.planner.moves
             )  # a single degree stays the only one
-            degrees = sorted(set(found.tensor_parallel_sizes)) if stays else job.degrees
+            degrees = sorted(set(found.tensor_parallel_sizes)) if has_fixed_layout else job.degrees
             job = replace(job, ranks=found.training.workers, degrees=degrees)
             trains, engines = (
                 ModelTraining(shape, _get_accelerator(kind), found.training),
@@ -207,13 +207,13 @@ def _build_curve(job: JobTable, shape: ModelShape | None, kind: str, degree: int
     prediction. Other accelerators scale with their memory bandwidth and arithmetic.
     """
     of = job.measured
-    reads, busy = _compute_speed_ratios(of.kind, kind, job.name)
+    bandwidth_ratio, busy = _compute_speed_ratios(of.kind, kind, job.name)
     curve = DecodeCurve(
         kind,
         of.degree,
-        of.base_s / reads,
+        of.base_s / bandwidth_ratio,
         of.sequence_s / busy,
-        of.context_s / reads,
+        of.context_s / bandwidth_ratio,
         of.prefill_tokens_per_s * busy,
         fitted_steps=1,
     )
@@ -231,8 +231,8 @@ def _build_training(job: JobTable, kind: str) -> TrainingSpeed:
             where="[jobs.measured]",
             fix="Set train_tokens_per_s",
         )
-    reads, busy = _compute_speed_ratios(of.kind, kind, job.name)
-    pace = EmulatedTrainingSpeed(of.train_tokens_per_s * busy, of.update_s / reads)
+    bandwidth_ratio, busy = _compute_speed_ratios(of.kind, kind, job.name)
+    pace = EmulatedTrainingSpeed(of.train_tokens_per_s * busy, of.update_s / bandwidth_ratio)
     return EmulatedTraining(pace, job.bin_tokens or UNBOUNDED_BIN_TOKENS)
 
 
@@ -343,5 +343,5 @@ def _parse_turn(row: dict[str, Any]) -> SimTurn:
         raise ValueError(f"{tokens} tokens and {tool_s} s are not a valid turn")
     named = ("tool", "size", "status")
     state = tuple(str(row[name]) for name in named) if all(n in row for n in named) else None
-    returned = (state[0], state[1], state[2]) if state else None
-    return SimTurn(tokens, tool_s, float(row.get("answer", 0.0)), returned)
+    tool_state = (state[0], state[1], state[2]) if state else None
+    return SimTurn(tokens, tool_s, float(row.get("answer", 0.0)), tool_state)

@@ -288,9 +288,9 @@ class SimulatedEngine(WithoutCacheTransfer):
             self._finish_request(slot, FinishReason(slots.finish_reason[slot]))
             self._fill_slots(ended_s)
         due = ((now - slots.started_s) * self._tokens_per_s + _TOKEN_EPSILON).astype(np.int64)
-        reached = np.maximum(np.minimum(due, slots.final_length - 1), slots.produced_tokens)
-        self._count_tokens(int((reached - slots.produced_tokens).sum()))
-        slots.produced_tokens = reached
+        produced_tokens = np.maximum(np.minimum(due, slots.final_length - 1), slots.produced_tokens)
+        self._count_tokens(int((produced_tokens - slots.produced_tokens).sum()))
+        slots.produced_tokens = produced_tokens
         self._now_s = now
 
     def _count_tokens(self, tokens: int) -> None:
@@ -300,9 +300,15 @@ class SimulatedEngine(WithoutCacheTransfer):
     def _fill_slots(self, at_s: float) -> None:
         while self._queue and self._slots.free:
             request = self._queue.popleft()
-            cut = min(request.max_new_tokens, self.max_length - len(request.tokens))
-            length = min(cut, self._draw_length(request)) if request.stop_ids else cut
-            finish = FinishReason.STOP if request.stop_ids and length < cut else FinishReason.LENGTH
+            token_limit = min(request.max_new_tokens, self.max_length - len(request.tokens))
+            length = (
+                min(token_limit, self._draw_length(request)) if request.stop_ids else token_limit
+            )
+            finish = (
+                FinishReason.STOP
+                if request.stop_ids and length < token_limit
+                else FinishReason.LENGTH
+            )
             ends_s = at_s + length / self._tokens_per_s
             about = request, at_s, ends_s, length, finish, self.vocab_size
             slot = self._slots.assign(*about, self._adapter_indices[request.adapter])
@@ -378,16 +384,16 @@ class SimulatedEngine(WithoutCacheTransfer):
     # -- output ----------------------------------------------------------------------------------
 
     def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
-        over, self._finished_outputs = combine_outputs(self._finished_outputs), []
+        finished, self._finished_outputs = combine_outputs(self._finished_outputs), []
         if finished_only:
-            return over
+            return finished
         growth = self._collect_output(
             np.flatnonzero(self._slots.produced_tokens > self._slots.flushed_tokens)
         )
         self._version_history.clear()
-        if over is None or growth is None:
-            return over or growth
-        return concatenate_outputs(over, growth)
+        if finished is None or growth is None:
+            return finished or growth
+        return concatenate_outputs(finished, growth)
 
     def _collect_output(self, slot_ids: NDArray[np.int64]) -> EngineOutput | None:
         """Collect the tokens produced in slots since their last flush."""

@@ -195,8 +195,8 @@ async def _run_scenario(
     await _wait_until_over(world, settled_at)
     await faults.stop_and_repair()
     bound = max(settled_at, loop.now_s) + RECOVERY_LIMIT_S + MAX_STEP_S * plan.steps * plan.jobs
-    over = await _wait_until_over(world, bound)
-    late_s = 0.0 if over else loop.now_s - bound + 1.0
+    has_settled = await _wait_until_over(world, bound)
+    late_s = 0.0 if has_settled else loop.now_s - bound + 1.0
     await world.clock.sleep(DRAIN_S)
     leftovers = await _stop_mesh(world)
     found = [witness.read_final_state() for witness in witnesses]

@@ -33,12 +33,14 @@ PUBLISHED_COMPUTE_REDUCTION = 0.681  # over computing alone; its setting is not 
 
 def compute_speedups(curve: PrefixCurve, bytes_per_s: float, tokens: int) -> dict[str, float]:
     load_s = TOKEN_BYTES / bytes_per_s
-    alone = {"load": load_s * tokens, "compute": curve.predict_compute_s(0, tokens)}
+    single_s = {"load": load_s * tokens, "compute": curve.predict_compute_s(0, tokens)}
     found: dict[str, float] = {}
     for kind, model in (("closed", solve_closed_form), ("events", simulate_events)):
-        met = model(curve, load_s, tokens)
-        found |= {f"{kind}_x_{name}": round(s / met.seconds, 3) for name, s in alone.items()}
-        found[f"{kind}_met_at"] = round(met.computed_tokens / tokens, 3)
+        solution = model(curve, load_s, tokens)
+        found |= {
+            f"{kind}_x_{name}": round(s / solution.seconds, 3) for name, s in single_s.items()
+        }
+        found[f"{kind}_met_at"] = round(solution.computed_tokens / tokens, 3)
     return found
 
 
@@ -68,8 +70,8 @@ def main() -> None:
     compute_s = A100.predict_compute_s(0, tokens)
 
     def above(bytes_per_s: float) -> float:
-        met = solve_closed_form(A100, TOKEN_BYTES / bytes_per_s, tokens)
-        return met.seconds / compute_s - (1 - PUBLISHED_COMPUTE_REDUCTION)
+        solution = solve_closed_form(A100, TOKEN_BYTES / bytes_per_s, tokens)
+        return solution.seconds / compute_s - (1 - PUBLISHED_COMPUTE_REDUCTION)
 
     figures["reduction_compute_0.681_at_gbps"] = bisect_root(1e8, 1e12, above) * 8 / 1e9
     print(

@@ -62,8 +62,8 @@ def main() -> None:
         print(
             f"{one.name:20}{one.description:44}{one.published:8.2f}{one.computed:8.2f}{one.deviation:8.1%}"
         )
-    for cause, far in group_by_cause(figures).items():
-        text = f"more than {TOLERANCE:.0%} off, {', '.join(far)}: {cause}."
+    for cause, outliers in group_by_cause(figures).items():
+        text = f"more than {TOLERANCE:.0%} off, {', '.join(outliers)}: {cause}."
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     moved = compute_sensitivity()
     names = list(next(iter(moved.values())))

@@ -36,8 +36,8 @@ def rate_expert_parallel(
 
 def rate_ideal(profile: MixtureProfile, lengths: Mapping[int, int], fast: int, slow: int) -> float:
     """Rate both kinds separately, and return the sum."""
-    alone = rate_expert_parallel(profile, lengths, [profile.fast], fast)
-    return alone + rate_expert_parallel(profile, lengths, [profile.slow], slow)
+    fast_rate = rate_expert_parallel(profile, lengths, [profile.fast], fast)
+    return fast_rate + rate_expert_parallel(profile, lengths, [profile.slow], slow)
 
 
 def rate_disaggregated(

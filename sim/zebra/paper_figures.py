@@ -262,8 +262,8 @@ def _compute_four_gpus(lengths: Sequence[int]) -> Iterator[PaperFigure]:
         kinds = {"A40": (costs.fast, 4), "V100": (costs.slow, 4)}
         kinds["A100"] = (build_profile(model, newer).fast, 2)
         for name, (kind, count) in kinds.items():
-            alone = baselines.rate_expert_parallel(costs, step, [kind], count)
-            shares[name].append(one.zebra / alone)
+            baseline_rate = baselines.rate_expert_parallel(costs, step, [kind], count)
+            shares[name].append(one.zebra / baseline_rate)
     yield PaperFigure("four_a40", "2 A40 + 2 V100 over 4 A40", 0.95, mean(shares["A40"]))
     yield PaperFigure("four_v100", "2 A40 + 2 V100 over 4 V100", 1.66, mean(shares["V100"]))
     faster = mean(1 / share for share in shares["A100"])

@@ -94,8 +94,8 @@ def require_bindable_endpoint(endpoint: str, process_count: int = 2) -> None:
     """Raise ConfigError unless `process_count` processes can listen at `endpoint`,
     tcp://INTERFACE:PORTS.
     """
-    interface, tried = parse_listen_address(endpoint, "mesh.bind")
-    if len(tried) < process_count and tried != EPHEMERAL_PORTS:
+    interface, ports = parse_listen_address(endpoint, "mesh.bind")
+    if len(ports) < process_count and ports != EPHEMERAL_PORTS:
         raise ConfigError(
             f"{endpoint!r} has one port, but a mesh has many processes",
             fix="Replace the port with *, or with a range, LOW-HIGH",
@@ -118,13 +118,13 @@ def require_metrics_ports(address: str, process_count: int) -> None:
     """Raise ConfigError unless `address` (as `mesh.metrics`) has a free port for each process."""
     if address == METRICS_OFF:
         return
-    interface, tried = parse_listen_address(address, "mesh.metrics")
-    if tried == EPHEMERAL_PORTS:
+    interface, ports = parse_listen_address(address, "mesh.metrics")
+    if ports == EPHEMERAL_PORTS:
         _require_bindable(interface, 0)
         return
-    free = _count_free_ports(interface, tried, process_count)
+    free = _count_free_ports(interface, ports, process_count)
     if free < process_count:
-        raise (AddressInUse if len(tried) >= process_count else ConfigError)(
+        raise (AddressInUse if len(ports) >= process_count else ConfigError)(
             f"{address!r} has {free} free ports, but the mesh has about {process_count} processes",
             fix="Set HOST:* for any port, a wider range HOST:LOW-HIGH, or off",
         )
@@ -132,13 +132,13 @@ def require_metrics_ports(address: str, process_count: int) -> None:
 
 def require_free_ports(endpoint: str, port_count: int) -> None:
     """Raise ConfigError unless the port range of `endpoint` has `port_count` free ports."""
-    interface, tried = parse_listen_address(endpoint, "--listen")
-    if tried == EPHEMERAL_PORTS:
+    interface, ports = parse_listen_address(endpoint, "--listen")
+    if ports == EPHEMERAL_PORTS:
         return
-    free = _count_free_ports(interface, tried, port_count)
+    free = _count_free_ports(interface, ports, port_count)
     if free < port_count:
-        raise (AddressInUse if len(tried) >= port_count else ConfigError)(
-            f"{free} of the {len(tried)} ports of {endpoint!r} are free, but this host's "
+        raise (AddressInUse if len(ports) >= port_count else ConfigError)(
+            f"{free} of the {len(ports)} ports of {endpoint!r} are free, but this host's "
             f"processes need {port_count} with one job",
             where="--listen",
             fix="Set a wider range, HOST:LOW-HIGH with ports for more jobs, or any port: HOST",

@@ -308,10 +308,11 @@ class LogPrinter:
         if now_s - self._size_checked_s > SIZE_CHECK_S:
             self._size_checked_s = now_s
             for path, file in self._files.items():
-                if passed := file.skip_backlog(MAX_BACKLOG_BYTES):
-                    unread = f"{passed} bytes of {path.name} were not printed"
+                if skipped_bytes := file.skip_backlog(MAX_BACKLOG_BYTES):
+                    unread = f"{skipped_bytes} bytes of {path.name} were not printed"
                     self._print_event(f"{unread}: the reader of the output is too slow", "warning")
-                if passed or not file.is_behind:  # its unread part would be lost without a notice
+                # The unread part of another file would be lost without a notice.
+                if skipped_bytes or not file.is_behind:
                     rotate_file_if_long(path)
         return any(file.is_behind for file in self._files.values())
 

@@ -56,12 +56,12 @@ def fetch_runs(url: str, mesh_paths: MeshPaths) -> list[Path]:
     when there is none.
     """
     copy = DurableCopy(url)
-    going_on = {
+    unfinished_jobs = {
         job: lineage
         for job in copy.list_jobs()
         if (lineage := _read_lineage(copy, job)) is not None
     }
-    if not going_on:
+    if not unfinished_jobs:
         raise NotFound(
             f"{copy.public_url} holds no unfinished job",
             fix="Pass the durable.url of the lost mesh",
@@ -75,7 +75,7 @@ def fetch_runs(url: str, mesh_paths: MeshPaths) -> list[Path]:
     path = mesh_paths.directory / RESTORED_RUNS_FILE
     fetched_runs = read_json(path)["runs"] if path.is_file() else []  # by an interrupted attempt
     there = {unquote(Path(one["run"]).name) for one in fetched_runs}
-    for job, lineage in going_on.items():
+    for job, lineage in unfinished_jobs.items():
         if job not in there:
             fetched_runs.append({"run": str(_fetch_run(copy, job, mesh_paths)), "lineage": lineage})
             write_json(path, {"runs": fetched_runs})

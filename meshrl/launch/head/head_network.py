@@ -47,8 +47,8 @@ class HeadNetwork:
         """
         now_s = time.time()
         own = AdmittedHost.from_secret(self.host, self.secret, ROLES - {PERSON_ROLE}, now_s)
-        people = AdmittedHost.from_secret(self.host, mesh_secret, [PERSON_ROLE], now_s)
-        admitted = dataclasses.replace(own, passwords={**own.passwords, **people.passwords})
+        user_access = AdmittedHost.from_secret(self.host, mesh_secret, [PERSON_ROLE], now_s)
+        admitted = dataclasses.replace(own, passwords={**own.passwords, **user_access.passwords})
         return RedisNetwork(admitted, self.listen, advertise)
 
     def make_settings(self, addresses: RedisAddresses, base: MeshSettings) -> MeshSettings:

@@ -59,14 +59,16 @@ def install_head_secrets(mesh_paths: MeshPaths, path: Path) -> None:
 
     Raises Refused for a mesh that has other secrets.
     """
-    given = read_head_secrets(path)
+    head_secrets = read_head_secrets(path)
     known = gateway_identity.find_identity(mesh_paths.directory)
     if known is None:
         mesh_paths.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        token_registry.add_missing_tokens(mesh_paths.directory / TOKENS, given.tokens)
+        token_registry.add_missing_tokens(mesh_paths.directory / TOKENS, head_secrets.tokens)
         # Last: it marks the secrets as installed. The gateway reports its address when it starts.
-        GatewayIdentity("", "", given.public, given.secret).write(mesh_paths.directory)
-    elif known.public != given.public:
+        GatewayIdentity("", "", head_secrets.public, head_secrets.secret).write(
+            mesh_paths.directory
+        )
+    elif known.public != head_secrets.public:
         raise Refused(
             f"the mesh in {mesh_paths.root} has another gateway key than {path}",
             where="--secrets",

@@ -256,9 +256,9 @@ class HostAdmission:
             why = f": it is ephemeral and was absent for {away_s:.0f} s" if away_s else ""
             print(f"{host} has left{why}", flush=True)
         await pool.set_drain_reason(self._state, host, HOST_LEFT)
-        forget = partial(members.remove_member, self._mesh_paths.directory / RECORDS_FILE, host)
+        remove = partial(members.remove_member, self._mesh_paths.directory / RECORDS_FILE, host)
         async with self._clock.timeout(TOKEN_FILE_TIMEOUT_S, "updating the token file"):
-            await asyncio.to_thread(forget)  # blocks while another command holds the lock
+            await asyncio.to_thread(remove)  # blocks while another command holds the lock
         if was:
             await events.append(
                 self._state, "host_left", {"host": host, "away_s": round(away_s, 1)}

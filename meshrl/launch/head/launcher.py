@@ -149,10 +149,10 @@ class Launcher(RootProcess):
         """End everything but Redis and the fork server, in reverse order of the start. The accounts
         are final then.
         """
-        going_back, self._recovery = self._recovery, None
-        if going_back is not None:
-            going_back.cancel()
-            await asyncio.wait([going_back], timeout=GRACE_S)
+        recovery, self._recovery = self._recovery, None
+        if recovery is not None:
+            recovery.cancel()
+            await asyncio.wait([recovery], timeout=GRACE_S)
         await self._services.stop(fork_server=False)
         if self._may_have_processes:
             await self._services.kill_leftovers()

@@ -30,16 +30,16 @@ async def drain_host(
     Returns False at once when its own processes have a stop order too, which `unready_reason` shows
     for a while.
     """
-    began = heard = clock.monotonic()
+    began = last_answer_s = clock.monotonic()
     until = began + timeout_s
     print_line(f"{member.host} received a stop order: it drains for up to {timeout_s:g} s")
     drains, waiting_names, silence = False, [""], ""
-    works = began  # when it last did its work
+    last_ready_s = began  # when it last did its work
     async with connect_gateway(member.member_token) as line:
         while (now := clock.monotonic()) < until:
             if not (why := unready_reason()):
-                works = now
-            elif now - works > UNREADY_LIMIT_S:
+                last_ready_s = now
+            elif now - last_ready_s > UNREADY_LIMIT_S:
                 print_line(
                     f"{member.host} stops draining, because its own processes have ended: {why}"
                 )
@@ -56,12 +56,12 @@ async def drain_host(
                 if not silence:
                     print_line(f"the drain request to the head failed: {error}")
                 silence = error.message
-                if clock.monotonic() - heard > HEAD_SILENCE_LIMIT_S:
+                if clock.monotonic() - last_answer_s > HEAD_SILENCE_LIMIT_S:
                     return False
             else:
-                heard, silence, drains = clock.monotonic(), "", found.is_draining
+                last_answer_s, silence, drains = clock.monotonic(), "", found.is_draining
                 if drains and not found.names:
-                    print_line(f"{member.host} is drained after {heard - began:.1f} s")
+                    print_line(f"{member.host} is drained after {last_answer_s - began:.1f} s")
                     return True
                 if found.names != waiting_names:
                     waiting_names = found.names

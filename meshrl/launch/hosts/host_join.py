@@ -95,9 +95,9 @@ def _fetch_token(url: str) -> str:
     import fsspec
 
     at = Url.parse(url)
-    near, scheme = at.scheme == "http" and at.hostname in LOCAL_HOSTS, url.partition("://")[0]
+    is_local, scheme = at.scheme == "http" and at.hostname in LOCAL_HOSTS, url.partition("://")[0]
     if (
-        scheme not in PRIVATE_SCHEMES and not near
+        scheme not in PRIVATE_SCHEMES and not is_local
     ):  # nor is a chain of fsspec's, as zip://*::http://HOST
         raise ConfigError(
             f"a token is a secret, which {scheme}:// can expose to the network",

@@ -208,13 +208,17 @@ class HostLauncher(RootProcess):
                     self.settings.make_redis_url(REDIS_ROLE), connect_timeout_s=REDIS_TIMEOUT_S
                 )
             except StateUnavailable as error:
-                refused, why, where = find_auth_error(error) is not None, error.message, error.where
+                is_refused, why, where = (
+                    find_auth_error(error) is not None,
+                    error.message,
+                    error.where,
+                )
             else:
                 if await self._is_admitted(state):
                     return state
-                refused, why, where = True, "its Redis has no record of this host", ""
+                is_refused, why, where = True, "its Redis has no record of this host", ""
                 await state.close()
-            if refused and await self._is_removed():
+            if is_refused and await self._is_removed():
                 raise make_expelled_error(self.settings.host)
             if self.clock.monotonic() > until:
                 raise StateUnavailable(
@@ -242,18 +246,18 @@ class HostLauncher(RootProcess):
         while True:
             await self.clock.sleep(POLL_S)
             try:
-                refused = not await self._is_admitted(self.state)
+                is_refused = not await self._is_admitted(self.state)
             except StateUnavailable as error:
-                refused = find_auth_error(error) is not None
-            if refused and await self._is_removed():
+                is_refused = find_auth_error(error) is not None
+            if is_refused and await self._is_removed():
                 self.is_expelled = True
                 self._services.fail(str(make_expelled_error(self.settings.host)))
                 return
-            if refused and not was_refused:
+            if is_refused and not was_refused:
                 host_drain.print_line(
                     f"Redis rejects {self.settings.host}: it waits for the head to admit it"
                 )
-            was_refused = refused
+            was_refused = is_refused
 
     async def _is_removed(self) -> bool:
         """Return True if the gateway rejects this host's key, which it knows for each member."""

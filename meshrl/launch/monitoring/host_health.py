@@ -86,8 +86,8 @@ class HostHealth:
     async def poll_forever(self) -> None:
         """Poll Redis for the state of this host. Never returns."""
         while True:
-            if (reached := self._root.connection) is not None:
-                await self._poll(*reached)
+            if (connection := self._root.connection) is not None:
+                await self._poll(*connection)
             await self._clock.sleep(UNREADY_POLL_S if self.explain_not_ready() else self._poll_s)
 
     async def _poll(self, state: StateClient, settings: MeshSettings) -> None:

@@ -125,8 +125,8 @@ class MeshRedis(SupervisorHooks):
         if not self._is_own_server:
             await redis_watchdog.wait_until_ready(self.url, self._clock, None, None)
             if self._network is not None:
-                far, authority = resolve_remote_url(self.url, self._network.listen)
-                self.addresses = RedisAddresses(far, authority, far, authority)
+                remote_url, authority = resolve_remote_url(self.url, self._network.listen)
+                self.addresses = RedisAddresses(remote_url, authority, remote_url, authority)
         else:
             if why := await asyncio.to_thread(self._progress.explain_difference):
                 await self._quarantine_data(why, DISK_SPACE_TIMEOUT_S)

@@ -63,8 +63,8 @@ class RedisConfiguration:
             now = datetime.datetime.fromtimestamp(self._wall_clock(), datetime.UTC)
             self._listener = await asyncio.to_thread(self._choose_listener, self._network, now)
         server, at = self.write(), self._listener[1]
-        far = self._network.format_url(at)
-        return server, RedisAddresses(server.public_url, server.ca_file, far, at.ca_file)
+        remote_url = self._network.format_url(at)
+        return server, RedisAddresses(server.public_url, server.ca_file, remote_url, at.ca_file)
 
     def drop_taken_port(self) -> bool:
         """Return True if another process has taken the port of the stopped server; the next
@@ -150,7 +150,7 @@ def can_use_tls(server: str) -> bool:
     """
     configuration = 'port 0\ntls-port 1\ntls-cert-file /nowhere\ntls-key-file /nowhere\nsave ""\n'
     try:
-        ran = subprocess.run(
+        result = subprocess.run(
             [server, "-"],
             input=configuration,
             capture_output=True,
@@ -160,4 +160,4 @@ def can_use_tls(server: str) -> bool:
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return "Failed to configure TLS" in ran.stdout + ran.stderr
+    return "Failed to configure TLS" in result.stdout + result.stderr

@@ -69,8 +69,10 @@ def read_note(
         on_corrupt(path, error)
         return RedisNote()
     jobs = {job: JobWatermark(**row) for job, row in mark["jobs"].items()}
-    noted = StateWatermark(mark["event"], mark["token"], jobs)
-    return RedisNote(noted, extents, document["token_floor"], lost_jobs, document["is_restoring"])
+    watermark = StateWatermark(mark["event"], mark["token"], jobs)
+    return RedisNote(
+        watermark, extents, document["token_floor"], lost_jobs, document["is_restoring"]
+    )
 
 
 def write_note(path: Path, note: RedisNote) -> None:

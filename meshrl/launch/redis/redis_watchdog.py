@@ -55,14 +55,14 @@ async def is_answering(url: str) -> bool:
     cancel_requests = task.cancelling() if task else 0
     try:
         await _ping(url)
-        heard = True
+        has_answered = True
     except (BusyLoadingError, ResponseError):
-        heard = True
+        has_answered = True
     except NO_ANSWER_ERRORS:
-        heard = False
+        has_answered = False
     if task and task.cancelling() > cancel_requests:
         raise asyncio.CancelledError  # redis-py swallows one that comes as the bytes leave
-    return heard
+    return has_answered
 
 
 async def _ping(url: str) -> None:
@@ -106,8 +106,11 @@ async def watch_server(url: str, clock: Clock, children: list[ChildProcess]) -> 
     while True:
         await clock.sleep(CHECK_INTERVAL_S)
         server = children[-1]
-        heard = await is_answering(url)
-        silent = (server.pid, 0 if heard else 1 + (silent[1] if silent[0] == server.pid else 0))
+        has_answered = await is_answering(url)
+        silent = (
+            server.pid,
+            0 if has_answered else 1 + (silent[1] if silent[0] == server.pid else 0),
+        )
         if silent[1] >= MAX_SILENCES and server.poll() is None:
             server.kill()
             silent = (server.pid, 0)
@@ -123,11 +126,11 @@ def select_clients_to_kill(client_list: str) -> list[str]:
     by_age: Sequence[tuple[str, int]] = sorted(
         ((client, int(age)) for client, age in found), key=lambda one: -one[1]
     )
-    spare = len(by_age) - MAX_UNAUTHENTICATED
+    excess = len(by_age) - MAX_UNAUTHENTICATED
     return [
         client
         for n, (client, age) in enumerate(by_age)
-        if age >= MAX_UNAUTHENTICATED_S or n < spare
+        if age >= MAX_UNAUTHENTICATED_S or n < excess
     ]
 
 

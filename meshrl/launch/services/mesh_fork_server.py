@@ -49,9 +49,9 @@ class MeshForkServer(SupervisorHooks):
         self._host, self._clock, self._socket = host, clock, mesh_paths.fork_server_socket
         self._on_exit = on_exit
         self._watch_task: asyncio.Task[None] | None = None
-        given = os.environ.get(FORK_SERVER_ENV)
-        self._is_disabled = bool(given)
-        self.environment = {FORK_SERVER_ENV: given or str(self._socket.resolve())}
+        inherited_socket = os.environ.get(FORK_SERVER_ENV)
+        self._is_disabled = bool(inherited_socket)
+        self.environment = {FORK_SERVER_ENV: inherited_socket or str(self._socket.resolve())}
         spec = ChildSpec(
             "nursery",
             service_plan.build_fork_server_command(self._socket),
@@ -60,7 +60,7 @@ class MeshForkServer(SupervisorHooks):
             budget=budget,
             own_session=True,
         )
-        self.supervisor = Supervisor(host, clock, [] if given else [spec], hooks=self)
+        self.supervisor = Supervisor(host, clock, [] if inherited_socket else [spec], hooks=self)
 
     async def start(self) -> None:
         """Start the fork server; see `wait_until_listening`. Print a message when the environment
@@ -97,8 +97,11 @@ class MeshForkServer(SupervisorHooks):
             child = self.supervisor.children.get("nursery")
             if child is None or not self._socket.exists():
                 continue
-            heard = await self._is_answering(child)
-            silent = (child.pid, 0 if heard else 1 + (silent[1] if silent[0] == child.pid else 0))
+            has_answered = await self._is_answering(child)
+            silent = (
+                child.pid,
+                0 if has_answered else 1 + (silent[1] if silent[0] == child.pid else 0),
+            )
             if silent[1] >= MAX_SILENCES:
                 # No process sends requests until another one listens.
                 self._socket.unlink(missing_ok=True)

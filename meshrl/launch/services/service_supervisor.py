@@ -178,9 +178,9 @@ class HostServices(SupervisorHooks):
         """Raise MeshError with the error of a process that would never start."""
         for end in await read_last_exits(self.state):
             times = end.times - before.get(end.name, 0)
-            tried = bool(end.error.get("type")) and times >= MAX_START_FAILURES
+            retries_exhausted = bool(end.error.get("type")) and times >= MAX_START_FAILURES
             ours = end.log == str(self._mesh_paths.log_path(end.name))
-            if ours and end.name not in alive and times and (end.final or tried):
+            if ours and end.name not in alive and times and (end.final or retries_exhausted):
                 raise MeshError(f"{end.name} does not start: {end.description}; its log: {end.log}")
 
     async def stop(self, *, fork_server: bool = True) -> None:
@@ -211,9 +211,9 @@ class HostServices(SupervisorHooks):
 
     async def kill_leftovers(self) -> None:
         """Kill what has not stopped, except a needed fork server, and print it."""
-        spared = [child.pid for child in self._fork_server.supervisor.children.values()]
+        excluded_pids = [child.pid for child in self._fork_server.supervisor.children.values()]
         if pids := await leftover_processes.kill_leftovers(
-            self._mesh_paths.settings.resolve(), GRACE_S, spared
+            self._mesh_paths.settings.resolve(), GRACE_S, excluded_pids
         ):
             print(f"killed {len(pids)} processes that had not stopped: {pids}", file=sys.stderr)
 

@@ -167,7 +167,7 @@ class TokenJobsObserver:
     def _build_job_frame(self, state: JobState) -> JobFrame:
         rows = self._step_rows.get(state.name, [])
         rewards = tuple(float(row["reward"]) for row in rows if "reward" in row)
-        stands = state.over or bool(state.held)
+        is_halted = state.over or bool(state.held)
         timed = [row for row in rows if "wall" in row and "tokens_trained" in row]
         return JobFrame(
             job=state.name,
@@ -178,11 +178,11 @@ class TokenJobsObserver:
             step=state.step,
             steps=state.steps,
             steps_per_min=None
-            if stands
+            if is_halted
             else compute_steps_per_min([r["committed_ms"] for r in rows], 0.0),
             reward=rewards[-1] if rewards else None,
             rewards=rewards,
-            trained_tokens_per_s=0.0 if stands else compute_trained_rate(timed),
+            trained_tokens_per_s=0.0 if is_halted else compute_trained_rate(timed),
             wait_share=compute_wait_share(rows),
         )
 

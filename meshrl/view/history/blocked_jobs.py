@@ -71,14 +71,14 @@ class UnpausedClock:
     def elapsed_ms(self, event: Event) -> int:
         """Return the milliseconds that the job had run by this event, from an arbitrary origin."""
         now = event.ms if self._paused_since_ms is None else self._paused_since_ms
-        went_ms = now - self._paused_total_ms
+        unpaused_ms = now - self._paused_total_ms
         state = _read_state_after(event, self._job)
         if state == PAUSED and self._paused_since_ms is None:
             self._paused_since_ms = event.ms
         elif state is not None and state != PAUSED and self._paused_since_ms is not None:
             self._paused_total_ms += event.ms - self._paused_since_ms
             self._paused_since_ms = None
-        return went_ms
+        return unpaused_ms
 
 
 def _read_state_after(event: Event, job: str) -> str | None:

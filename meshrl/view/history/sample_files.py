@@ -131,8 +131,12 @@ def split_parts(sample: Sample) -> Iterator[tuple[str, str, str]]:
             )
             yield "tool", f"tool {turn['name']}({tool_input})", turn["text"]
         else:
-            cut = " (cut)" if turn["role"] == "model" and not turn["stop"] else ""
-            yield turn["role"], turn["role"] + (cut if turn.get("truncated") else ""), turn["text"]
+            suffix = " (cut)" if turn["role"] == "model" and not turn["stop"] else ""
+            yield (
+                turn["role"],
+                turn["role"] + (suffix if turn.get("truncated") else ""),
+                turn["text"],
+            )
 
 
 def select_evaluations(samples: Sequence[Sample]) -> list[Sample]:

@@ -73,10 +73,10 @@ def make_processes_table(mesh: MeshSnapshot) -> Table:
     table = console_tables.make_table("process", "pid", "renewed", "metrics", "waits for")
     for entry in sorted(mesh.entries, key=lambda e: e.name):
         if entry.alive:
-            leads = " (leads)" if mesh.leader.startswith(entry.name) else ""
+            leader_mark = " (leads)" if mesh.leader.startswith(entry.name) else ""
             renewed = f"{(mesh.now_ms - entry.renewed_ms) / 1000:.1f} s ago"
             waits = ", ".join(sorted({wait["on"] for wait in entry.waits}))
-            table.add_row(entry.name + leads, str(entry.pid), renewed, entry.metrics, waits)
+            table.add_row(entry.name + leader_mark, str(entry.pid), renewed, entry.metrics, waits)
     return table
 
 
@@ -187,7 +187,7 @@ def make_hosts_table(rows: list[HostRow]) -> Table:
     table = console_tables.make_table(*HOST_COLUMNS)
     for row in rows:
         kinds = sorted({accelerator.partition(":")[0] for accelerator in row.accelerators})
-        takes = (
+        accepted = (
             ""
             if set(row.accepted_services) == set(ALL_SERVICES)
             else f" {' '.join(row.accepted_services) or 'none'}"
@@ -200,7 +200,7 @@ def make_hosts_table(rows: list[HostRow]) -> Table:
             row.address,
             since,
             f"{len(row.workers)} {'+'.join(kinds)}".strip(),
-            f"{len(row.services)}{takes}",
+            f"{len(row.services)}{accepted}",
             "" if row.cores is None else f"{row.busy_cores:.1f} of {row.cores:g}",
             "" if row.redis_round_trip_ms is None else f"{row.redis_round_trip_ms:.1f} ms",
             "" if row.clock_offset_ms is None else f"{row.clock_offset_ms:+.0f} ms",

@@ -86,10 +86,10 @@ class RunLines(LinePrinter):
         at = f"[{format_duration(snapshot.elapsed_s)}]"
         if self._phase != Phase.TRAINING:  # after training, the last steps come before the news
             self._show_phase(snapshot)
-        for name, over in RESOLVED_TEXTS.items():
+        for name, resolved_text in RESOLVED_TEXTS.items():
             now, before = getattr(snapshot, name), self._shown_problems.get(name, "")
             if now != before if name == "block_reason" else bool(now) != bool(before):
-                self.print_line(f"{at} {now or over}")
+                self.print_line(f"{at} {now or resolved_text}")
             self._shown_problems[name] = now
         for alert in snapshot.alerts[self._alerts :]:
             self.print_line(f"{at} {alert}")
@@ -165,11 +165,11 @@ def render_screen(snapshot: RunSnapshot, run_dir: Path) -> RenderableType:
         parts.insert(0, Text(snapshot.block_reason, style="yellow"))
     if snapshot.other_jobs:
         more = len(snapshot.other_jobs) - MAX_OTHER_JOBS
-        beside = [
+        other_jobs = [
             *snapshot.other_jobs[:MAX_OTHER_JOBS],
             *([f"and {more} more"] if more > 0 else []),
         ]
-        parts.append(_make_grid([("beside", "\n".join(beside))]))
+        parts.append(_make_grid([("beside", "\n".join(other_jobs))]))
     if snapshot.histogram:
         parts.append(_render_in_flight(snapshot))
     if snapshot.failures:
@@ -235,8 +235,8 @@ def _render_learning(snapshot: RunSnapshot) -> RenderableType:
     if prefix_text := format_prefix_figures(snapshot.prefix_figures):
         rows.append(("prefixes", prefix_text))
     stale = f"staleness {snapshot.staleness:.2f} (at most {snapshot.max_staleness})"
-    apart = f"log-probability gap {format_gap(snapshot.logprob_gap)}"
-    rows.append(("off-policy", f"{stale}   {apart}   entropy {snapshot.entropy:.2f}"))
+    gap_text = f"log-probability gap {format_gap(snapshot.logprob_gap)}"
+    rows.append(("off-policy", f"{stale}   {gap_text}   entropy {snapshot.entropy:.2f}"))
     return _make_grid(rows)
 
 
@@ -247,7 +247,7 @@ def _render_workers(snapshot: RunSnapshot) -> RenderableType:
     for line in snapshot.worker_lines:
         mine = line.job in ("", snapshot.job)
         role = Text(line.role, style=ROLE_COLORS.get(line.role, ""))
-        doing = ", ".join(
+        activity = ", ".join(
             filter(None, [line.activity if mine else f"job {line.job}", line.gpu_text])
         )
         cells = (
@@ -257,7 +257,7 @@ def _render_workers(snapshot: RunSnapshot) -> RenderableType:
             role,
             format_tier(line),
             line.state,
-            doing,
+            activity,
         )
         table.add_row(*cells, style="" if mine else "dim")
     more = format_hidden_workers(snapshot.hidden_workers)

@@ -51,14 +51,14 @@ def render_jobs(frame: MeshFrame) -> list[RenderableType]:
     if not frame.jobs:
         return [Text("no job is running", style="dim")]
     parts: list[RenderableType] = [_make_jobs_table(frame.jobs), _make_rates_table(frame.jobs)]
-    whys = [f"{job.job} is {job.block_reason}" for job in frame.jobs if job.block_reason]
-    whys += [
+    reasons = [f"{job.job} is {job.block_reason}" for job in frame.jobs if job.block_reason]
+    reasons += [
         f"{j.job}: {j.prediction.verdict}"
         for j in frame.jobs
         if j.prediction and j.prediction.verdict
     ]
-    if whys:
-        parts.append(Text("\n".join(whys), style="yellow"))
+    if reasons:
+        parts.append(Text("\n".join(reasons), style="yellow"))
     failed = [f"{job.job} failed: {job.error}" for job in frame.jobs if job.error]
     quiet = [
         f"{job.job} {job.no_progress_reason}"

@@ -208,7 +208,7 @@ def _build_job_frame(row: JobRow, mesh: MeshSnapshot, rollout_tokens_per_s: floa
     engines = [
         e for e in mesh.entries if e.alive and e.kind == "engine" and find_owner_job(e) == row.id
     ]
-    stands = row.is_terminal or bool(row.block_reason)
+    is_halted = row.is_terminal or bool(row.block_reason)
     rewards = tuple(float(step["reward"]) for step in rows)
     committed_ms = [int(step["committed_ms"]) for step in rows if "committed_ms" in step]
     return JobFrame(
@@ -219,7 +219,9 @@ def _build_job_frame(row: JobRow, mesh: MeshSnapshot, rollout_tokens_per_s: floa
         error=row.error,
         step=row.steps_done,
         steps=int(row.document["budget"]["steps"]),
-        steps_per_min=None if stands else compute_steps_per_min(committed_ms, mesh.last_renewed_ms),
+        steps_per_min=None
+        if is_halted
+        else compute_steps_per_min(committed_ms, mesh.last_renewed_ms),
         reward=rewards[-1] if rewards else None,
         rewards=rewards,
         workers=len(mesh.find_workers(row.id)),
@@ -230,7 +232,7 @@ def _build_job_frame(row: JobRow, mesh: MeshSnapshot, rollout_tokens_per_s: floa
         running=_sum_stat(engines, "running"),
         waiting=_sum_stat([*engines, *shards], "waiting"),
         wait_share=compute_wait_share(rows),
-        prediction=None if stands else mesh.predictions.get(row.id),
+        prediction=None if is_halted else mesh.predictions.get(row.id),
     )
 
 
@@ -246,7 +248,7 @@ def _build_instance_frame(
 ) -> InstanceFrame:
     core = instance.core and instance.role == Role.TRAINING
     tensor_parallel = stats.get(role_process_name(instance), {}).get("tensor_parallel")
-    lost = any(line.state == "lost" for line in ranks)
+    is_lost = any(line.state == "lost" for line in ranks)
     return InstanceFrame(
         gang=gang.id,
         instance=instance.id,
@@ -257,7 +259,7 @@ def _build_instance_frame(
             (str(line.tier) for line in ranks if line.tier != line.desired_tier), instance.tier
         ),
         desired_tier=str(instance.tier),
-        state="lost" if lost else str(instance.phase),
+        state="lost" if is_lost else str(instance.phase),
         tensor_parallel=None if tensor_parallel is None else int(tensor_parallel),
         activity=next((line.activity for line in ranks if line.activity), ""),
     )

@@ -143,10 +143,12 @@ def _check_service(
         yield OverdueDecision(name, "to run", since_ms / 1000, reason, job.id)
     else:
         reason = f"{name} is assigned to {host}, but does not run there"
-        alone = _explain_no_host(
+        no_host_reason = _explain_no_host(
             hosts, parse_service_name(name)[0], derive_requirements(job.document)
         )
-        yield OverdueDecision(agent_name(host), what, since_ms / 1000, reason, job.id, alone)
+        yield OverdueDecision(
+            agent_name(host), what, since_ms / 1000, reason, job.id, no_host_reason
+        )
 
 
 def _explain_no_host(hosts: Sequence[PoolHost], kind: str, requirements: JobRequirements) -> str:

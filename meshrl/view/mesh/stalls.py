@@ -78,7 +78,7 @@ def diagnose_stalls(
     waited_for = {culprit for _, culprit in stalls}
     unwaited = [*board.find_failing(), *board.find_overdue(), *board.find_stopped()]
     quiet = [stall for stall in unwaited if stall.culprit not in waited_for]
-    once = {stall.culprit: stall for stall in reversed(quiet)}
+    stalls_by_culprit = {stall.culprit: stall for stall in reversed(quiet)}
     without_progress = [
         Stall(
             "",
@@ -92,7 +92,7 @@ def diagnose_stalls(
         if (since_ms := measure_no_progress_ms(job, mesh.now_ms))
     ]
     longest_first = sorted(stalls.values(), key=lambda s: -s.since_s)
-    every = longest_first + list(reversed(once.values())) + without_progress
+    every = longest_first + list(reversed(stalls_by_culprit.values())) + without_progress
     return [replace(stall, host=board.find_host(stall.culprit)) for stall in every]
 
 
@@ -149,9 +149,9 @@ class _WaitGraph:
         """Yield processes with overdue renewals, with or without waiters."""
         for entry in self.entries.values():
             age = self.now_ms - entry.renewed_ms
-            lost = entry.kind in PLACED_KINDS and not entry.alive
+            is_lost = entry.kind in PLACED_KINDS and not entry.alive
             replaced = (
-                lost and entry.name not in self._desired_processes
+                is_lost and entry.name not in self._desired_processes
             )  # something else does its work
             if OVERDUE_MS < age < REPORTED_FOR_MS and not _has_left(entry) and not replaced:
                 reason = f"{self.explain_unwell(entry.name)}; overdue, but no process waits for it"

@@ -59,9 +59,9 @@ def list_worker_lines(mesh: MeshSnapshot) -> Iterator[WorkerLine]:
             state="idle" if worker.alive else "lost",
             gpu_text=gpu[worker.id],
         )
-        on_it = [r for r in gang.instances if rank in r.ranks] if gang else []
-        yield from (_make_line(idle, resident, rank, stats) for resident in on_it)
-        if not on_it:
+        instances = [r for r in gang.instances if rank in r.ranks] if gang else []
+        yield from (_make_line(idle, resident, rank, stats) for resident in instances)
+        if not instances:
             yield idle
 
 
@@ -84,7 +84,7 @@ def _make_line(
     """Return the line of a worker with an instance on it."""
     report = instance.reports.get(rank)
     current = report is not None and report.generation == instance.generation
-    doing = report.phase if report is not None and current else InstancePhase.STARTING
+    phase = report.phase if report is not None and current else InstancePhase.STARTING
     return replace(
         idle,
         instance=instance.id,
@@ -92,7 +92,7 @@ def _make_line(
         role=instance.role,
         tier=report.tier if report is not None and current else Tier.ABSENT,
         desired_tier=instance.tier,
-        state=str(doing) if idle.state != "lost" else "lost",
+        state=str(phase) if idle.state != "lost" else "lost",
         activity=_describe_activity(
             instance, rank, stats, report.tier if report and current else None
         ),

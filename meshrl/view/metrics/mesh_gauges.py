@@ -67,10 +67,10 @@ def make_metric_families(head: HeadSnapshot) -> Iterator[Any]:
     yield _make_gauge(
         "hosts", "Hosts by state", ("state",), [((s,), states[s]) for s in HOST_STATES]
     )
-    whats = Counter(stall.what for stall in head.stalls)
+    wait_counts = Counter(stall.what for stall in head.stalls)
     yield _make_gauge(
         *("stalls", "Overdue waits, as `meshrl status --stalled` lists them"),
-        *(("what",), [((what,), n) for what, n in whats.items()]),
+        *(("what",), [((what,), n) for what, n in wait_counts.items()]),
     )
     yield _make_gauge(
         *("process_ends", "Unexpected exits of processes with this name"),

@@ -127,9 +127,9 @@ def find_open_groups(events: list[Event], job: str, ledger_groups: set[int]) -> 
     elsewhere: set[int] = set()
     given_back: set[int] = set()
     steps: dict[int, set[int]] = {}
-    going, now_ms = UnpausedClock(job), 0
+    clock, now_ms = UnpausedClock(job), 0
     for event in events:
-        fields, now_ms = event.fields, going.elapsed_ms(event)
+        fields, now_ms = event.fields, clock.elapsed_ms(event)
         if fields.get("job") != job:
             continue
         match event.kind:

@@ -87,8 +87,8 @@ class JobUsage:
                     self.accelerator_s += more
                 self._turns[entry.incarnation] = measured[resident]
         if self._has is not None:
-            before_s, had = self._has
-            self.accelerator_s += had * max(0.0, now_s - before_s)
+            before_s, previous_count = self._has
+            self.accelerator_s += previous_count * max(0.0, now_s - before_s)
         self._has = now_s, count_accelerators(mesh, job, measured)
 
     def update_processes(
@@ -121,19 +121,19 @@ class JobUsage:
                 self._seen[key] = max(process.cpu_s, before)
 
     def _charge(self, key: str, name: str, seconds: float) -> None:
-        before, charged = self._charged.get(key, (name, 0.0))
+        before, charged_s = self._charged.get(key, (name, 0.0))
         if before != name:
             self._refund(key)
-            seconds += charged
-            charged = 0.0
-        self._charged[key] = name, charged + seconds
+            seconds += charged_s
+            charged_s = 0.0
+        self._charged[key] = name, charged_s + seconds
         self.shared[name] = self.shared.get(name, 0.0) + seconds
 
     def _refund(self, key: str) -> None:
         """Refund a process that was counted as shared and belongs to one job."""
-        name, charged = self._charged.pop(key, ("", 0.0))
-        if charged:
-            self.shared[name] -= charged
+        name, charged_s = self._charged.pop(key, ("", 0.0))
+        if charged_s:
+            self.shared[name] -= charged_s
 
     def sum_cpu_by_name(self) -> dict[str, float]:
         """Return CPU-seconds of the job's processes and its part of shared ones, by name."""
@@ -171,7 +171,9 @@ def count_accelerators(mesh: MeshSnapshot, job: str, measured: Collection[str] =
     found = 0.0
     for gang in mesh.gangs:
         for rank in range(len(gang.workers)):
-            on_it = [r for r in gang.instances if rank in r.ranks and is_on_accelerator(r, rank)]
-            counted = [r for r in on_it if r.job == job and r.id not in measured]
-            found += len(counted) / max(1, len(on_it))
+            instances = [
+                r for r in gang.instances if rank in r.ranks and is_on_accelerator(r, rank)
+            ]
+            counted = [r for r in instances if r.job == job and r.id not in measured]
+            found += len(counted) / max(1, len(instances))
     return found

@@ -165,7 +165,7 @@ class Recorder:
 
         While Redis does not answer, return the last one, marked.
         """
-        now, refused = self._clock.monotonic(), ""
+        now, write_error = self._clock.monotonic(), ""
         try:
             await self._repair()
             async with self._clock.timeout(POLL_TIMEOUT_S, "reading the run"):
@@ -180,13 +180,13 @@ class Recorder:
             if not self.mesh.is_restoring_state:
                 raise
         except StorageFull as error:
-            refused = disk_full.describe_rejected_write(error, self.run_dir)
+            write_error = disk_full.describe_rejected_write(error, self.run_dir)
         except OSError as error:
             if error.errno not in DISK_FULL_ERRNOS:
                 raise
-            refused = disk_full.describe_full_disk(self.run_dir)
-        self._write_error = refused
-        await self._watch_disk_space(refused)
+            write_error = disk_full.describe_full_disk(self.run_dir)
+        self._write_error = write_error
+        await self._watch_disk_space(write_error)
         return self.snapshot
 
     async def _watch_disk_space(self, write_error: str) -> None:

@@ -217,8 +217,8 @@ class RunRecordWriter:
             )
         if lost_count > 0 and self._reported_loss_at != self.last_event_id:
             since = str(found.rows[found.intact_rows - 1]["id"]) if found.intact_rows else "0"
-            lost = HistoryLost(then, since=since, through=self.last_event_id)
-            await readers.record_history_loss(state, self.job, str(self.run_dir), lost)
+            history_loss = HistoryLost(then, since=since, through=self.last_event_id)
+            await readers.record_history_loss(state, self.job, str(self.run_dir), history_loss)
             self._reported_loss_at = self.last_event_id
         rewrite = partial(self._events.replace, [asdict(event) for event in known])
         quarantined_path = await host.run_blocking(

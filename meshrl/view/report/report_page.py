@@ -55,7 +55,7 @@ def render_page(
     `kept_samples` are the run's samples.
     """
     start_ms = events[0].ms if events else 0
-    news = [
+    event_rows = [
         (f"{(e.ms - start_ms) / 1000:.1f} s", text) for e in events if (text := format_event(e))
     ]
     read = render_trajectories(kept_samples)
@@ -76,7 +76,7 @@ def render_page(
         *render_figures([figures.make_time_figure(rows)]),
         *([("Failed trajectories", _render_table(failed))] if failed else []),
         *([("Decisions of the planner", _render_table(decided))] if decided else []),
-        ("Events", _render_table(news)),
+        ("Events", _render_table(event_rows)),
         ("CPU-seconds", _render_table([(n, f"{s:.1f}") for n, s in summary["cpu_s"].items()])),
         ("Job", render_job(document)),
     ]

@@ -35,7 +35,7 @@ def print_summary(summary: dict[str, Any], run_dir: Path) -> None:
 def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the summary as (name, value) for people."""
 
-    lost = "" if summary["lost"] is None else f"{summary['lost']} lost, "
+    lost_text = "" if summary["lost"] is None else f"{summary['lost']} lost, "
 
     def accuracy(key: str) -> str:
         evaluation = summary["held_out"][key]
@@ -85,7 +85,7 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "trajectories",
             f"{summary['opened']} opened, {summary['trained']} trained, {summary['filtered']} "
             f"filtered, {summary['stale_requeued'] + summary['host_lost']} requeued, "
-            f"{summary['typed_drops']} failed, {lost}{summary['trained_twice']} trained twice",
+            f"{summary['typed_drops']} failed, {lost_text}{summary['trained_twice']} trained twice",
         ),
         *([("failed", failed)] if kinds or summary["typed_drops"] else []),
     ]

@@ -42,9 +42,9 @@ def export_trace(run_dir: Path, output_path: Path | None) -> None:
 
 def write_trace(run_dir: Path, path: Path, events: list[RunEvent]) -> int:
     """Write a run's trace atomically; return its number of events. Raises OSError."""
-    beside = documents.temporary_path(path)
+    temporary = documents.temporary_path(path)
     try:
-        with open(beside, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+        with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
             count, drawing = 0, draw_trace(read_notes(run_dir), events)
             file.write('{"displayTimeUnit": "ms", "traceEvents": [')
             # All at once take some hundred MB, and each by itself three times as long.
@@ -53,9 +53,9 @@ def write_trace(run_dir: Path, path: Path, events: list[RunEvent]) -> int:
                 file.write((",\n" if count else "\n") + text[1:-1])
                 count += len(batch)
             file.write("\n]}\n")
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return count
 
 

@@ -276,14 +276,14 @@ class Trackers:
         for event in evaluations:
             fields = {k: v for k, v in event.fields.items() if k not in ("step", "lineage")}
             step, tag = int(event.fields["step"]), event.fields["tag"]
-            of_it = [sample for sample in samples if sample.get("evaluation") == tag]
-            rows_of_it = sample_files.make_table_rows(of_it[-MAX_SAMPLES:])
+            evaluation_samples = [sample for sample in samples if sample.get("evaluation") == tag]
+            table_rows = sample_files.make_table_rows(evaluation_samples[-MAX_SAMPLES:])
             if lineage := int(event.fields.get("lineage", 0)):
                 tag += f"@{lineage}"  # it may have been shown in an abandoned one
             values = flatten_scalars(fields, "evaluation/")
             wall = event.ms / 1000
             record = {"kind": "evaluation", "step": step, "wall": wall, "values": values, "id": tag}
-            records.append(record | {"samples": rows_of_it})
+            records.append(record | {"samples": table_rows})
         return records
 
     def rewind(self, step: int) -> None:
@@ -310,5 +310,5 @@ class Trackers:
             self._write_progress()
         for tracker in self.trackers:
             if tracker.progress.dropped or tracker.progress.last_error:
-                trouble = f"{tracker.name}: {tracker.progress.dropped} records were not shown"
-                print(f"{trouble}. {tracker.progress.last_error}", file=sys.stderr)
+                message = f"{tracker.name}: {tracker.progress.dropped} records were not shown"
+                print(f"{message}. {tracker.progress.last_error}", file=sys.stderr)

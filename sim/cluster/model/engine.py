@@ -188,12 +188,12 @@ class SimEngine:
         if event_number != self._event_number:
             return
         self._advance()
-        over: list[SimRequest] = []
+        finished: list[SimRequest] = []
         while self._running and self._running[0][0] - self._progress_steps <= TOKEN_EPSILON:
             request = heappop(self._running)[2]
             self._update_request(request)
-            over.append(request)
+            finished.append(request)
         self._start_waiting()
         self._schedule_next()
-        for request in over:
+        for request in finished:
             request.on_end()

@@ -195,11 +195,11 @@ class SimTraining:
         found = []
         for _ in range(min(max_groups, self.capacity)):
             if self._requeued_prompts:
-                prompt, passed = self._requeued_prompts.popleft()
+                prompt, passed_over = self._requeued_prompts.popleft()
             else:
-                prompt, passed = self._next_prompt, 0
+                prompt, passed_over = self._next_prompt, 0
                 self._next_prompt += 1
-            group = SimGroup(self._next_group, prompt, self.version, self._group_size, passed)
+            group = SimGroup(self._next_group, prompt, self.version, self._group_size, passed_over)
             self._open_groups[group.number] = group
             self._next_group += 1
             self._admitted_groups += 1

@@ -130,8 +130,8 @@ def _list_states(row: TraceRow) -> list[tuple[str, float, float]]:
     """List the states with their start and duration in seconds."""
     parts = row["parts"]
     names, took_s = parts[::2], [ms / 1000 for ms in parts[1::2]]
-    begins = accumulate(took_s[:-1], initial=row["at"])
-    return list(zip(names, begins, took_s, strict=True))
+    start_times_s = accumulate(took_s[:-1], initial=row["at"])
+    return list(zip(names, start_times_s, took_s, strict=True))
 
 
 def _build_trace_line(row: TraceRow, sampled_share: float) -> TraceRow:
@@ -218,11 +218,11 @@ def _compute_training_speed(steps: Sequence[TraceRow], tokens: float) -> tuple[f
     undivided part.
     """
     computed_ms = sum(sum(row.get("rounds", ())[1::2]) for row in steps)
-    beside = ("updating", "staging", "checkpointing", "committing", "telling")
+    update_parts = ("updating", "staging", "checkpointing", "committing", "telling")
     update_ms = []
     for row in steps:
         parts = dict(zip(row["parts"][::2], row["parts"][1::2], strict=True))
-        update_ms.append(sum(parts.get(name, 0.0) for name in beside))
+        update_ms.append(sum(parts.get(name, 0.0) for name in update_parts))
     return 1000 * tokens / max(computed_ms, 1e-3), median(update_ms) / 1000
 
 

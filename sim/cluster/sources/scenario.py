@@ -200,8 +200,10 @@ def read_arms(path: Path, changes: list[str]) -> dict[str, Arm]:
         ("arms", [a.name for a in combined.arms]),
         ("jobs", [j.name for j in combined.jobs]),
     ):
-        if twice := [name for n, name in enumerate(names) if name in names[:n]]:
-            raise fail(what, f"two {what} have the name {twice[0]}", "Use a unique name for each")
+        if duplicates := [name for n, name in enumerate(names) if name in names[:n]]:
+            raise fail(
+                what, f"two {what} have the name {duplicates[0]}", "Use a unique name for each"
+            )
     for arm in combined.arms or [ArmTable()]:
         changed = copy.deepcopy(document)
         for change in arm.set:

@@ -202,11 +202,11 @@ class FaultSchedule:
 
     async def _jump_clock(self, random: Random, duration_s: float) -> None:
         by_s = random.uniform(-MAX_CLOCK_JUMP_S, MAX_CLOCK_JUMP_S)
-        whose = random.choice(["both", "host", "redis"])
-        self._mesh.record.log_event(f"clock {whose} {by_s:.3f}")
-        if whose != "redis":
+        target = random.choice(["both", "host", "redis"])
+        self._mesh.record.log_event(f"clock {target} {by_s:.3f}")
+        if target != "redis":
             self._mesh.clock.offset_s += by_s
-        if whose != "host":
+        if target != "host":
             self._mesh.redis.clock.offset_s += by_s
 
     async def _cut_power(self, random: Random, duration_s: float) -> None:

@@ -76,12 +76,12 @@ def compute_fates(final_state: FinalState) -> tuple[set[int], dict[int, list[str
                 lost_through = fields.get(
                     "lost_through", 0
                 )  # an older checkpoint does not contain its groups
-                lost = any(
+                is_lost = any(
                     _is_later_step(how, fields["version"]) and not _is_later_step(how, lost_through)
                     for how in hows
                 )
                 remaining = [how for how in hows if not _is_later_step(how, fields["version"])]
-                ends[group] = [*remaining, "lost"] if lost else remaining
+                ends[group] = [*remaining, "lost"] if is_lost else remaining
     return opened, {group: hows for group, hows in ends.items() if hows}
 
 
@@ -100,9 +100,9 @@ def check_history(final_state: FinalState, limits: InvariantLimits) -> Violation
     for (lineage, step), digests in sorted(manifests.items()):
         if len(digests) > 1:
             yield f"version {step} of lineage {lineage} has {len(digests)} manifests"
-    twice = sorted(group for group, times in opened.items() if times > 1)
-    if twice:
-        yield f"{len(twice)} groups were opened twice: {twice[:5]}"
+    duplicates = sorted(group for group, times in opened.items() if times > 1)
+    if duplicates:
+        yield f"{len(duplicates)} groups were opened twice: {duplicates[:5]}"
 
 
 def check_corruption_reported(final_state: FinalState, limits: InvariantLimits) -> Violations:
@@ -264,10 +264,10 @@ def check_final_phase(final_state: FinalState, limits: InvariantLimits) -> Viola
     """Check the end of the job. It has finished in time after the last fault, or it has failed or
     was not restarted with a message that names a corrupt file.
     """
-    spoiled = final_state.lost_files | {damage.path for damage in final_state.corruptions}
+    damaged_paths = final_state.lost_files | {damage.path for damage in final_state.corruptions}
     error = final_state.start_error or str(final_state.job_row.get("error"))
     if final_state.job_row.get("phase") != "finished" or final_state.start_error:
-        if not any(is_named_in(path, error) for path in spoiled):
+        if not any(is_named_in(path, error) for path in damaged_paths):
             yield f"the job is {final_state.job_row.get('phase')}: {error}"
     elif int(final_state.job_row["version"]) != limits.steps:
         yield f"the job finished at version {final_state.job_row['version']} of {limits.steps}"

@@ -45,8 +45,8 @@ class VirtualRedisGate:
         def damaged(path: Path, _: CorruptData) -> None:
             corruption.quarantine(path, self._root)
 
-        noted = notes.read_note(self._watermark_file, damaged)
-        self._token_floor, self.watermark = noted.token_floor, noted.watermark
+        note = notes.read_note(self._watermark_file, damaged)
+        self._token_floor, self.watermark = note.token_floor, note.watermark
         current = await self._read_watermark()
         why = rollback.explain_rollback(current, self.watermark)
         if why and not current.is_empty:

@@ -59,15 +59,15 @@ class VirtualRedis:
         """Restart with a state saved by `copy_state`; None: empty. The owner then admits the
         mesh.
         """
-        for tell in self.reset_listeners:
-            tell()
+        for listener in self.reset_listeners:
+            listener()
         if saved_state is None:
             self.server.lose_state()
         else:
             self.server.restore_state(saved_state)
         self.is_owner_only = True
-        for tell in self.restart_listeners:
-            tell()
+        for listener in self.restart_listeners:
+            listener()
 
     def clear_faults(self) -> None:
         self.is_unreachable, self.mean_latency_s, self.reply_loss = False, MEAN_LATENCY_S, 0.0
@@ -78,8 +78,8 @@ class VirtualRedis:
             await self.clock.sleep(self.random.expovariate(1 / self.mean_latency_s))
         if self.is_unreachable or (self.is_owner_only and not is_owner):
             raise RedisConnectionError("no server listens")
-        for tell in self.command_listeners:
-            tell(words)
+        for listener in self.command_listeners:
+            listener(words)
         reply: Any = await self.client.execute_command(*words)
         if self.reply_loss and self.random.random() < self.reply_loss:
             raise RedisConnectionError("the connection was lost")

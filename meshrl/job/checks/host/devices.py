@@ -90,7 +90,7 @@ def _run_command(
 ) -> list[str]:
     """Return a program's output lines; raise ConfigError with its last words if it failed."""
     try:
-        ran = subprocess.run(
+        result = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -102,9 +102,10 @@ def _run_command(
         raise ConfigError(
             f"{program} did not respond: {error}", where="mesh.device", fix=_FIX
         ) from error
-    if ran.returncode:
-        words = (ran.stderr.strip() or ran.stdout.strip()).splitlines()
+    if result.returncode:
+        words = (result.stderr.strip() or result.stdout.strip()).splitlines()
         raise ConfigError(
-            words[-1] if words else f"{program} failed with exit status {ran.returncode}", fix=_FIX
+            words[-1] if words else f"{program} failed with exit status {result.returncode}",
+            fix=_FIX,
         )
-    return ran.stdout.strip().splitlines()
+    return result.stdout.strip().splitlines()

@@ -71,8 +71,8 @@ def import_reference(use: str) -> Any:
     module, _, name = use.partition(":")
     found = importlib.import_module(module)
     if not hasattr(found, name):
-        has = ", ".join(sorted(n for n in vars(found) if not n.startswith("_"))) or "nothing"
-        raise UnusableReference(f"{module} has no {name!r}; it has {has}")
+        names = ", ".join(sorted(n for n in vars(found) if not n.startswith("_"))) or "nothing"
+        raise UnusableReference(f"{module} has no {name!r}; it has {names}")
     return getattr(found, name)
 
 

@@ -122,8 +122,8 @@ class _ImportProbe:
         own = {"pass_fds": [write], "start_new_session": True, "env": env}
         try:
             with (
-                input.open("rb") as asking,
-                run_guarded(argv, log, python=python, stdin=asking, **own) as process,
+                input.open("rb") as input_file,
+                run_guarded(argv, log, python=python, stdin=input_file, **own) as process,
             ):
                 os.close(write)
                 raise_combined(self._collect_errors(process, read, log))
@@ -181,9 +181,9 @@ class _ImportProbe:
                 notice_printed = True
                 if self.current_action:
                     where = self._describe_position(process, log)
-                    given_up = f"the limit is {self._timeout_s:g} s"
+                    limit = f"the limit is {self._timeout_s:g} s"
                     print(
-                        f"{self.current_action} is still running{where}; {given_up}",
+                        f"{self.current_action} is still running{where}; {limit}",
                         file=sys.stderr,
                     )
 

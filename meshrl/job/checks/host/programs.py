@@ -139,8 +139,8 @@ def check_mcp_servers(job: JobFile) -> None:
     for name, command in environment.mcp.items():
         key, program = f"environment.mcp.{name}", command[0]
         # They start in the directory of the modules, to which files beside the job file are copied.
-        beside = job.base / program
-        found = program == "python" or shutil.which(program) or os.access(beside, os.X_OK)
+        job_program = job.base / program
+        found = program == "python" or shutil.which(program) or os.access(job_program, os.X_OK)
         if not found:
             raise job.make_error(
                 key,
@@ -194,7 +194,7 @@ def _run_python(python: Path, code: str, timeout_s: float) -> tuple[int | None, 
     if not os.access(python, os.X_OK):
         return None, f"{python} is not executable"
     try:
-        ran = subprocess.run(
+        result = subprocess.run(
             [str(python), "-I", "-c", code],
             capture_output=True,
             text=True,
@@ -206,5 +206,5 @@ def _run_python(python: Path, code: str, timeout_s: float) -> tuple[int | None, 
         return None, f"{python} cannot be run: {error.strerror}"
     except subprocess.TimeoutExpired:
         return None, f"{python} did not finish `{code}` within {timeout_s:g} s"
-    last = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
-    return ran.returncode, last if ran.returncode else ""
+    last = (result.stderr.strip().splitlines() or [f"status {result.returncode}"])[-1]
+    return result.returncode, last if result.returncode else ""

@@ -40,16 +40,18 @@ def check_positions(job: JobFile) -> None:
     own = load_model_shape(job, config.model.path).max_positions
     _check_length(job, "rollout.max_tokens", longest, own, config.model.path)
     for role, frozen in config.models.models_by_role.items():
-        has = own if frozen.path == INITIAL else load_model_shape(job, frozen.path).max_positions
+        max_positions = (
+            own if frozen.path == INITIAL else load_model_shape(job, frozen.path).max_positions
+        )
         path = config.model.path if frozen.path == INITIAL else frozen.path
         if frozen.max_tokens:
-            _check_length(job, f"models.{role}.max_tokens", frozen.max_tokens, has, path)
-        elif longest > has:
+            _check_length(job, f"models.{role}.max_tokens", frozen.max_tokens, max_positions, path)
+        elif longest > max_positions:
             raise job.make_error(
                 f"models.{role}",
                 f"models.{role} scores sequences of up to rollout.max_tokens = {longest} "
-                f"tokens, but has {has} positions{_describe_config_file(path)}",
-                f"Lower rollout.max_tokens to {has} or less",
+                f"tokens, but has {max_positions} positions{_describe_config_file(path)}",
+                f"Lower rollout.max_tokens to {max_positions} or less",
             )
 
 
@@ -81,15 +83,15 @@ def check_vocabulary(job: JobFile) -> None:
         if role != "reward" and frozen.path != INITIAL:
             rows[f"models.{role}"] = load_model_shape(job, frozen.path).vocab_size
     token, last = max(load_job_tokenizer(job).vocabulary.items(), key=lambda entry: entry[1])
-    for which, has in rows.items():
-        if last < has:
+    for model_key, row_count in rows.items():
+        if last < row_count:
             continue
-        scratch = which == "model" and not config.model.path
+        scratch = model_key == "model" and not config.model.path
         raise job.make_error(
-            "model.tokenizer" if which == "model" else f"{which}.path",
+            "model.tokenizer" if model_key == "model" else f"{model_key}.path",
             f"the tokenizer has ids up to {last} ({token!r}), but "
-            f"{'the model' if which == 'model' else which} has an embedding of {has} rows "
-            "(vocab_size)",
+            f"{'the model' if model_key == 'model' else model_key} has an embedding of "
+            f"{row_count} rows (vocab_size)",
             "Use the model's own tokenizer"
             + (f", or set vocab_size to {last + 1} or more" if scratch else ""),
         )

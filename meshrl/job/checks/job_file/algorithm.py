@@ -45,10 +45,10 @@ def _check_correction(job: JobFile) -> None:
         raise job.make_error("algorithm.correction", wrong, "Set algorithm.correction to 'none'")
     low, high = get_weight_bounds(chosen)
     if high < low:
-        given = "low" if chosen.correction_high < 0 else "high"
+        bound = "low" if chosen.correction_high < 0 else "high"
         wrong = f"the largest weight of a correction, {high:g}, is below the lowest, {low:g}"
         fix = "Raise algorithm.correction_high, or lower algorithm.correction_low"
-        raise job.make_error(f"algorithm.correction_{given}", wrong, fix)
+        raise job.make_error(f"algorithm.correction_{bound}", wrong, fix)
 
 
 def _check_sampling_filters(job: JobFile) -> None:

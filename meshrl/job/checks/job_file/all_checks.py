@@ -97,22 +97,22 @@ def check_pool(job: JobFile) -> None:
 def check_tensor_parallel(job: JobFile) -> None:
     """Check that degrees are powers of two that an engine here supports, or emulates."""
     rollout = job.config.rollout
-    given = rollout.tensor_parallel
-    if not given:
+    degrees = rollout.tensor_parallel
+    if not degrees:
         raise job.make_error(
             TENSOR_PARALLEL_KEY,
             f"{TENSOR_PARALLEL_KEY} is empty",
             "Set [1], or the degrees that engines may have",
         )
-    if odd := [degree for degree in given if degree & (degree - 1)]:
+    if odd := [degree for degree in degrees if degree & (degree - 1)]:
         raise job.make_error(
             TENSOR_PARALLEL_KEY, f"{TENSOR_PARALLEL_KEY} has {odd[0]}, which is not a power of two"
         )
-    if max(given) == 1:
+    if max(degrees) == 1:
         return
     if rollout.engine != "sglang" and not rollout.emulate:
         wrong = (
-            f"{TENSOR_PARALLEL_KEY} has {max(given)}, but the built-in engine computes on "
+            f"{TENSOR_PARALLEL_KEY} has {max(degrees)}, but the built-in engine computes on "
             "one worker"
         )
         fix = 'Set rollout.engine = "sglang", or set rollout.emulate to emulate an accelerator'

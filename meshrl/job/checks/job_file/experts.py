@@ -24,7 +24,7 @@ def check_experts(job: JobFile) -> None:
         EXPERT_PARALLEL_KEY: training.expert_parallel > 1,
         TRAINING_EMULATE_KEY: parse_emulation_scale(training.emulate) is not None,
     }
-    key = next((key for key, given in keys.items() if given), None)
+    key = next((key for key, is_set in keys.items() if is_set), None)
     if key is None:
         return
     model = load_shape(job.config)
@@ -75,9 +75,9 @@ def _check_expert_parallel(job: JobFile, model: ModelConfig) -> None:
 def _check_zebra_auto(job: JobFile) -> None:
     key, training = f"{ZEBRA_TABLE}.auto", job.config.training
     if training.zebra.attention or training.zebra.hosted:
-        given = "attention" if training.zebra.attention else "hosted"
-        wrong = f"{ZEBRA_TABLE}.{given} conflicts with {key}, which makes the planner choose it"
-        raise job.make_error(f"{ZEBRA_TABLE}.{given}", wrong, "Remove one of them")
+        option = "attention" if training.zebra.attention else "hosted"
+        wrong = f"{ZEBRA_TABLE}.{option} conflicts with {key}, which makes the planner choose it"
+        raise job.make_error(f"{ZEBRA_TABLE}.{option}", wrong, "Remove one of them")
     if training.ranks == 1:
         wrong = f"{key} divides ranks between two kinds of accelerators, but training.ranks is 1"
         raise job.make_error(

@@ -96,11 +96,11 @@ def resolve_remote_url(url: str, listen: str) -> tuple[str, str]:
     bare, authority = embedded_server.strip_credentials(url)
     scheme, _, rest = bare.partition("://")
     host = rest.partition("/")[0].rpartition(":")[0] or rest.partition("/")[0]
-    near = scheme == "unix" or embedded_server.is_loopback(host)
-    if (near or scheme != "rediss") and not (near and is_loopback_only(listen)):
+    is_local = scheme == "unix" or embedded_server.is_loopback(host)
+    if (is_local or scheme != "rediss") and not (is_local and is_loopback_only(listen)):
         raise ConfigError(
             "joining hosts cannot reach this Redis"
-            if near
+            if is_local
             else "joining hosts would send passwords to this Redis unencrypted",
             where=f"$MESHRL_REDIS_URL: {bare}",
             fix="Set a Redis with TLS, by an address that they reach: "
@@ -114,8 +114,8 @@ def _choose_port(port_file: Path, host: str, allowed: range) -> int:
     """Return the last port, if it is free and still allowed, else the first free one."""
     before = documents.read(port_file, REPAIR_HINT)["port"] if port_file.is_file() else 0
     anyone = allowed == range(0, 1)
-    wished = [before] if before and (anyone or before in allowed) else []
-    for port in [*wished, *allowed]:
+    preferred = [before] if before and (anyone or before in allowed) else []
+    for port in [*preferred, *allowed]:
         if free := _find_free_port(host.strip("[]"), port):
             if free != before:
                 documents.write(port_file, {"port": free})

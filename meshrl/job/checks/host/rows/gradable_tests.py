@@ -57,9 +57,9 @@ def _check_column(
     order = (styles.STDIN, styles.CALLS, "isolated", "pytest")
     each = [f"{kind} {kinds[kind]}" for kind in order if kinds[kind]]
     each += [f"not gradable {len(wrong)}"] if wrong else []
-    which = f"the first {count} rows" if rows.is_partial else f"{count} rows"
+    checked_rows = f"the first {count} rows" if rows.is_partial else f"{count} rows"
     rest = "; later rows are checked when they are graded" if rows.is_partial else ""
-    print(f"tests: {which}: {', '.join(each)}{rest}", file=sys.stderr)
+    print(f"tests: {checked_rows}: {', '.join(each)}{rest}", file=sys.stderr)
     if wrong:
         rows_have = "a row has" if len(wrong) == 1 else f"{len(wrong)} rows have"
         places = join_first(wrong, SHOWN_ROWS, "; and {} more rows")
@@ -95,10 +95,10 @@ class _TestRunnerChooser:
         """Return isolated or pytest; raise UnsupportedTests if no allowed runner can run them."""
         isolated = ""
         if self._runner != "pytest":
-            lacks = find_unsupported(tests)
-            if not lacks:
+            unsupported = find_unsupported(tests)
+            if not unsupported:
                 return "isolated"
-            isolated = f"the runner isolated cannot run: {', '.join(lacks)}"
+            isolated = f"the runner isolated cannot run: {', '.join(unsupported)}"
             if self._runner == "isolated":
                 raise UnsupportedTests(isolated)
         if why := self._explain_pytest_unsupported(tests):
@@ -116,8 +116,10 @@ class _TestRunnerChooser:
         if absent:
             return f"jails have no {', '.join(absent)}"
         plugins = self._python or self._has_image  # there may be some
-        lacks = () if plugins else pytest_support.find_missing_plugins(tests)
-        return f"pytest without plugins has no {', '.join(lacks)}" if lacks else ""
+        missing_plugins = () if plugins else pytest_support.find_missing_plugins(tests)
+        return (
+            f"pytest without plugins has no {', '.join(missing_plugins)}" if missing_plugins else ""
+        )
 
     @functools.cached_property
     def _has_pytest(self) -> bool:

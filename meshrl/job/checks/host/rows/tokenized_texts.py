@@ -47,8 +47,10 @@ class TextProblems:
             return
         prompt, *answers = texts
         row_texts = [prompt, *map(self._strip_end_token, answers)]
-        if lost := [piece for text in row_texts for piece in tokenizer.find_lossy_pieces(text)]:
-            self._lost_pieces.setdefault(key, []).append((location, lost))
+        if lossy_pieces := [
+            piece for text in row_texts for piece in tokenizer.find_lossy_pieces(text)
+        ]:
+            self._lost_pieces.setdefault(key, []).append((location, lossy_pieces))
         if special := [
             token for text in row_texts for token in tokenizer.find_special_tokens(text)
         ]:
