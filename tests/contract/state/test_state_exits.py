@@ -41,7 +41,7 @@ async def test_permanent_error_fails_the_job_at_once(bench: Bench) -> None:
     job_phase, error = await read_phase(bench)
     assert job_phase == "failed"
     assert error == (
-        "engine/g0 ended by ConfigError: too long (at rollout.max_tokens). lower it. "
+        "engine/g0 exited: ConfigError: too long (at rollout.max_tokens). lower it. "
         "Its log: /logs/engine-g0.log"
     )
     exit_events = [e for e in await events.read_all(bench.state) if e.kind == "process_ended"]
@@ -154,7 +154,7 @@ async def test_crash_at_each_start_fails_the_job_with_the_signals_name(simulated
     assert await report_exit(bench.state, exit_report(None, **CRASHED))
     job_phase, error = await read_phase(bench)
     assert job_phase == "failed"
-    assert error.startswith("engine/g0 ended by signal 11 (SIGSEGV) (8 ends in 30 s, without")
+    assert error.startswith("engine/g0 exited: signal 11 (SIGSEGV) (8 ends in 30 s, without")
     assert "Native code has crashed" in error and "/logs/engine-g0.log" in error
 
 

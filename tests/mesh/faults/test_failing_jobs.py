@@ -116,7 +116,7 @@ async def test_invalid_job_fails_with_a_reason_and_the_next_one_runs(mesh: Launc
             assert part in row.error, (part, row.error)
     await submit(mesh, "unforeseen", {"rollout": {"lengths": ["x"]}})
     row = await wait_for_end(mesh, "unforeseen", ENDS_S)
-    assert "rollout/unforeseen/0 ended by TypeError" in row.error
+    assert "rollout/unforeseen/0 exited: TypeError" in row.error
     assert "meshrl logs rollout/unforeseen/0" in row.error
     await submit(mesh, "sound", {"budget": {"steps": 1}})
     row = await wait_for_end(mesh, "sound", ENDS_S)

@@ -103,7 +103,7 @@ def test_job_whose_errors_exhaust_the_budget_fails_alone(tmp_path: Path) -> None
             ChildExit(1, "exit status 1", Failure.from_error(ValueError("odd"), job="calc"))
         )
         row = await jobs.read_job(mesh.state, "calc")
-        assert row.phase == "failed" and "rollout/job/0 ended by ValueError: odd" in row.error
+        assert row.phase == "failed" and "rollout/job/0 exited: ValueError: odd" in row.error
 
     with_mesh(check)
 

@@ -208,7 +208,7 @@ async def test_scorer_waits_for_unavailable_models_by_name(bench: Bench) -> None
     await bench.clock.sleep(300.0)
     assert not pending_scores.done()
     waits = bench.shard.waits.list_longest([])
-    assert ("scoring/calc", "score_sequences by frozen models") in [
+    assert ("scoring/calc", "score_sequences by the frozen models") in [
         (w["on"], w["what"]) for w in waits
     ]
     await bench.models()

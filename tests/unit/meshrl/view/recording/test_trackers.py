@@ -201,7 +201,7 @@ async def test_hanging_tracker_drops_its_records_without_delay(
 @pytest.mark.parametrize("program", [BROKEN], indirect=True)
 async def test_tracker_that_does_not_start_is_given_up(program: Program) -> None:
     program.all.enqueue(rows(1, 2), [])
-    await until(lambda: "given up" in program.tracker.progress.last_error)
+    await until(lambda: "abandoned" in program.tracker.progress.last_error)
     program.all.enqueue(rows(3, 3), [])
     await program.all.close()
     assert program.tracker.progress.dropped == 3
@@ -211,7 +211,7 @@ async def test_tracker_that_does_not_start_is_given_up(program: Program) -> None
 @pytest.mark.parametrize("program", [FORGETFUL], indirect=True)
 async def test_unconfirmed_record_is_shown_again_after_a_crash(program: Program) -> None:
     program.all.enqueue(rows(1, 2), [])
-    await until(lambda: "given up" in program.tracker.progress.last_error)
+    await until(lambda: "abandoned" in program.tracker.progress.last_error)
     assert program.steps() == [1] * LIMITS.max_failures
     await program.all.close()
 
