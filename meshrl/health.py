@@ -28,9 +28,8 @@ def probe_url(url: str) -> tuple[bool, str]:
     if where.scheme != "http" or not where.hostname or not port:
         return False, f"{shown!r} is not a URL such as http://HOST:PORT/readyz"
     connection = HTTPConnection(where.hostname, port, timeout=TIMEOUT_S)
-    late = threading.Timer(
-        TIMEOUT_S, _shut_down_connection, [connection]
-    )  # a slow trickle of bytes does not trigger a time-out
+    # a slow trickle of bytes does not trigger a time-out
+    late = threading.Timer(TIMEOUT_S, _shut_down_connection, [connection])
     late.daemon = True
     late.start()
     began = time.monotonic()

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from meshrl.common.generation.engine_contract import IntArray, SessionCache
 
 CHUNK_TOKENS = 128  # tokens of a chunk: eight blocks (Cake's size)
-MIN_PREFIX_TOKENS = (
-    2 * CHUNK_TOKENS
-)  # shortest prefix to search or offload, in tokens: a shorter one is computed in one step
+# shortest prefix to search or offload, in tokens: a shorter one is computed in one step
+MIN_PREFIX_TOKENS = 2 * CHUNK_TOKENS
 # time without a chunk after which a prefix that could only be loaded is computed
 STALL_TIMEOUT_S = 5.0
 

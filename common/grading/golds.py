@@ -14,9 +14,8 @@ from typing import Any
 DEFAULT_LETTERS = "ABCDEFGHIJ"  # letters of choices, unless the option `letters` names others
 CHOICES_KEY = "choices"  # key of a row's choices
 MAX_MATH_CHARS = 2_000  # characters of a mathematical gold
-LABELLED_CHOICE = re.compile(
-    r"\W*([A-Za-z])(?:\W*|[.):]\s*\S.*)", re.DOTALL
-)  # B, (B), B., "B. Paris"
+# B, (B), B., "B. Paris"
+LABELLED_CHOICE = re.compile(r"\W*([A-Za-z])(?:\W*|[.):]\s*\S.*)", re.DOTALL)
 INTEGER = re.compile(r"-?\d+(?:\.0+)?")
 GSM8K_SOLUTION = re.compile(r"####\s*(\S[^\n]*)")  # GSM8K's answers end like this
 # Texts that no answer in mathematics contains: they are rejected without parsing.

@@ -22,11 +22,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.type_hints import resolve_hints
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.constraints import NestedValueError
-from meshrl.common.job.renamed_keys import (
-    RENAMED_JOB_KEYS,
-    describe_old_keys,
-    replace_old_keys,
-)
+from meshrl.common.job.renamed_keys import RENAMED_JOB_KEYS, describe_old_keys, replace_old_keys
 
 MakeError = Callable[[str, str, str], ConfigError]  # key, message, fix
 T = TypeVar("T")

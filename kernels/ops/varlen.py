@@ -135,9 +135,8 @@ class VarlenAttention:
             .flatten(0, 1)
             for index in buckets
         ]
-        if (
-            self.cu_seqlens[-1] < self.num_positions or not rows
-        ):  # row that the padding reads, behind all others
+        # row that the padding reads, behind all others
+        if self.cu_seqlens[-1] < self.num_positions or not rows:
             rows.append(q.new_zeros(1, *q.shape[1:]))
         return torch.cat(rows).index_select(0, back)
 

@@ -107,9 +107,7 @@ RateUpOption = Annotated[
 RateDownOption = Annotated[
     float,
     typer.Option(
-        metavar="MB",
-        min=0,
-        help="Limit of the receive rate of bulk ports, in MB/s; 0: no limit.",
+        metavar="MB", min=0, help="Limit of the receive rate of bulk ports, in MB/s; 0: no limit."
     ),
 ]
 NoWorkersOption = Annotated[

@@ -52,7 +52,7 @@ def up(
         str | None,
         typer.Option(
             help="Address for clients with tokens, such as tcp://0.0.0.0:7700; or off. Default: "
-            "only this host, or the address of --listen.",
+            "only this host, or the address of --listen."
         ),
     ] = None,
     listen: Annotated[

@@ -37,9 +37,8 @@ class MeshPaths:
 
     root: Path
 
-    process_home = _MeshFile(
-        "home"
-    )  # the home directory of its processes, where their user has none
+    # the home directory of its processes, where their user has none
+    process_home = _MeshFile("home")
     settings = _MeshFile("settings.json")
     shape = _MeshFile("shape.json")  # shape of the last start
     membership = _MeshFile("membership.json")  # on a host that has joined: which mesh, what token
@@ -50,9 +49,8 @@ class MeshPaths:
     fork_server_socket = _MeshFile("nursery")  # its socket
     lock = _MeshFile("lock")
     root_marker = _MeshFile("launcher.json")  # root process: `{pid, start_time, ready, end_s}`
-    leave_marker = _MeshFile(
-        "leaving"
-    )  # exists when a host's root process must leave the mesh at its end
+    # exists when a host's root process must leave the mesh at its end
+    leave_marker = _MeshFile("leaving")
 
     @property
     def directory(self) -> Path:

@@ -43,11 +43,7 @@ def start_in_background(program: RootProgram, mesh_paths: MeshPaths, *arguments:
     command = [sys.executable, "-m", program.module, "--root", str(mesh_paths.root), *arguments]
     with log.open("a") as output:
         child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     until = time.monotonic() + program.start_timeout_s
     while find_root_pid(mesh_paths) != child.pid or not read_json_or_empty(

@@ -235,9 +235,8 @@ def resume_run(directory: Path, settings: list[str]) -> int:
         _check_not_finished(run, record["document"], record["document"])
     from meshrl.job import job_reader  # here, because pydantic takes half a second to import
 
-    _, was = job_reader.reload_document(
-        record["document"], []
-    )  # with what later versions have added
+    # with what later versions have added
+    _, was = job_reader.reload_document(record["document"], [])
     job, document = job_reader.reload_document(record["document"], settings)
     changes = _check_changes(run, was, document)
     _check_not_finished(run, was, document)

@@ -25,18 +25,10 @@ DEPRECATED_KEYS: Mapping[type, Mapping[str, str]] = {
         "slowest_progress_ms": "slowest_ms",
     },
     Gang: {"instances": "residents", "next_instance": "placed"},
-    Instance: {
-        "time_sliced": "turns",
-        "expert_split": "apart",
-        "desired_since_ms": "changed_ms",
-    },
+    Instance: {"time_sliced": "turns", "expert_split": "apart", "desired_since_ms": "changed_ms"},
     InstanceReport: {"phase": "doing", "usage": "held"},
     ExpertSplit: {"attention_ranks": "attention", "hosted_experts": "hosted"},
-    JobPrediction: {
-        "bottleneck": "binds",
-        "median_error": "error",
-        "expert_split_reason": "ranks",
-    },
+    JobPrediction: {"bottleneck": "binds", "median_error": "error", "expert_split_reason": "ranks"},
     Credential: {"public_key": "public", "bulk_public_key": "bulk", "process": "name"},
     HostRow: {
         "instances": "residents",

@@ -90,9 +90,8 @@ class HostCalls(Actor):
             raise Refused(
                 f"invalid name {request.host!r:.60} or address {request.address!r:.60} of a host"
             )
-        if (
-            request.host == self.mesh.settings.host
-        ):  # before it is a member: the request would have the member's name
+        # before it is a member: the request would have the member's name
+        if request.host == self.mesh.settings.host:
             raise Refused(
                 f"{request.host} is the name of the head", fix="Join from a new directory"
             )

@@ -63,9 +63,8 @@ class GatewayListener:
         role = ""  # no longer valid
         if self._tokens.is_valid(token):
             known = self._tokens.find_token(token)
-            role = (
-                CLIENT if known is not None and known.kind != HOST_TOKEN else JOINER
-            )  # or a member
+            # or a member
+            role = CLIENT if known is not None and known.kind != HOST_TOKEN else JOINER
         caller_id.set(token)
         self._server.receive(peer, header, frames, role)
 

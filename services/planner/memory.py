@@ -22,13 +22,11 @@ class PlannerMemory(PoolAbsences):
     """State that one pass leaves to the next."""
 
     infeasible_since: Mapping[str, int] = field(default_factory=dict)  # infeasible job -> since
-    split_states: Mapping[str, SplitState] = field(
-        default_factory=dict
-    )  # by job: state of its split
+    # by job: state of its split
+    split_states: Mapping[str, SplitState] = field(default_factory=dict)
     entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; displayed to users
-    expert_splits: Mapping[str, ExpertSplitState] = field(
-        default_factory=dict
-    )  # of jobs whose cores split experts
+    # of jobs whose cores split experts
+    expert_splits: Mapping[str, ExpertSplitState] = field(default_factory=dict)
     correction: Correction = field(default_factory=Correction)  # of predicted engine speeds
 
     def encode(self) -> dict[str, Any]:

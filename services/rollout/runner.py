@@ -145,9 +145,8 @@ class TrajectoryRunner:
             self.sandbox_client.end_session(str(trajectory.id))
             self.slot_freed.set()
         if trajectory.is_recorded:
-            if (
-                trajectory.last_observation
-            ):  # together with the end, so that no trajectory is recovered between both
+            # together with the end, so that no trajectory is recovered between both
+            if trajectory.last_observation:
                 self.ledger.defer_record(
                     RecordKind.APPEND,
                     [trajectory.id, trajectory.last_observation],

@@ -271,9 +271,8 @@ class ShardJob:
         ]
         for t in members:
             t.temperature = self.config.rollout.temperature
-            t.version = min(
-                t.version, version
-            )  # the ledger's version may be of an abandoned lineage
+            # the ledger's version may be of an abandoned lineage
+            t.version = min(t.version, version)
         await run_all(self._run_member(t, row) for t in members)
         scored = [t for t in members if t.outcome is not None and t.outcome.reward is not None]
         if len(scored) >= self.config.min_group:

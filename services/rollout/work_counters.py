@@ -35,9 +35,8 @@ class ShardWorkCounters:
         self.groups = 0  # submitted
         self.trajectories = 0  # ended, successfully or not
         self._prompt_tokens = 0  # prompt tokens of successful ones
-        self._latest_lengths: deque[tuple[int, int]] = deque(
-            maxlen=MAX_LENGTHS
-        )  # (sampled, prompt) of each
+        # (sampled, prompt) of each
+        self._latest_lengths: deque[tuple[int, int]] = deque(maxlen=MAX_LENGTHS)
         self._length_summary: LengthQuantiles | None = None  # None: to be computed
 
     def add_trajectory(self, sampled_tokens: int, prompt_tokens: int) -> None:

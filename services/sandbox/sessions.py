@@ -73,9 +73,8 @@ class Sessions:
         )
         self._open: OrderedDict[str, _CellSession] = OrderedDict()  # in the order of their last use
         self._evicted: OrderedDict[str, str] = OrderedDict()  # name -> why
-        self._reported_lost: OrderedDict[str, None] = (
-            OrderedDict()
-        )  # sessions whose end has been reported
+        # sessions whose end has been reported
+        self._reported_lost: OrderedDict[str, None] = OrderedDict()
 
     @property
     def size(self) -> int:

@@ -158,8 +158,7 @@ def check_import(directory: Path, run: Path) -> None:
         )
     if (directory / "job.json").is_file():
         raise Refused(
-            f"{directory} is a run",
-            fix="Name a Hugging Face directory, such as the run's `model`",
+            f"{directory} is a run", fix="Name a Hugging Face directory, such as the run's `model`"
         )
     if not (directory / TOKENIZER_FILE).is_file():
         raise ConfigError(

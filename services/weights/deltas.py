@@ -131,9 +131,8 @@ class DeltaRegistry:
         if found is None:
             self._stop_earlier_targets(request.job)
             holders = self._list_holders(request.job, now)
-            own = (
-                request.host if request.parts == 1 else ""
-            )  # with several parts, each host has only some of the chunks
+            # with several parts, each host has only some of the chunks
+            own = request.host if request.parts == 1 else ""
             others = [holder for host, holder in holders.items() if host != own]
             bases = [b for b in choose_bases(others, request.anchor_interval) if b != target]
             if not bases:

@@ -71,9 +71,8 @@ class DurableCopier:
         self._missed_checkpoints: dict[
             str, int
         ] = {}  # checkpoints in a row that were deleted before they were copied, by job
-        self._unknown_jobs: set[str] = (
-            set()
-        )  # jobs of the copy that Redis did not have at the last check
+        # jobs of the copy that Redis did not have at the last check
+        self._unknown_jobs: set[str] = set()
         self._old_jobs_polled_at = float("-inf")
         self.checkpoints = 0  # by this process
         self.bytes = 0

@@ -99,9 +99,8 @@ def write_model_files(data: JobData, version: StoredVersion, out: Path, final_pa
             checkpoint, out, ignore=lambda at, _: other.get(Path(at), []), dirs_exist_ok=True
         )
         about = out / ADAPTER_FOLDER / "adapter_config.json"
-        if (
-            about.is_file() and (out / BASE_FOLDER).is_dir()
-        ):  # it names the model that it belongs to
+        # it names the model that it belongs to
+        if about.is_file() and (out / BASE_FOLDER).is_dir():
             adapter_config = json.loads(about.read_text()) | {
                 "base_model_name_or_path": str(final_path / BASE_FOLDER)
             }

@@ -175,9 +175,8 @@ class WeightStore(DeltaActor):
                 where=self.mesh.name,
                 fix="Run `meshrl resume RUN`, which opens a new lineage: Redis may have lost state",
             )
-        if (
-            row is not None and digest not in record.versions
-        ):  # a version on record is counted already
+        # a version on record is counted already
+        if row is not None and digest not in record.versions:
             await self.sweeper.quotas.check_quota(row, manifest)
 
     def _mark_chunks_written(self, manifest: Manifest) -> None:

@@ -29,9 +29,8 @@ from meshrl.services.weights.retention.policy import VersionNumber, find_request
 POLL_S = 2.0  # between checks for versions to copy
 RETRY_S = 5.0  # after an error, doubled after each further one
 MAX_RETRY_S = 60.0
-COPY_TIMEOUT_S = (
-    6 * 3600.0
-)  # for all versions found by one poll: they may have hundreds of GB, and links may be slow
+# for all versions found by one poll: they may have hundreds of GB, and links may be slow
+COPY_TIMEOUT_S = 6 * 3600.0
 MAX_SHOWN_FAILURES = 3  # per job, that are reported
 
 

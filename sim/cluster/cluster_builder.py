@@ -99,9 +99,8 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
         query = _build_query(job, shape, hosts, workload)
         if job.plan:
             found = search_layout(query, job.plan == "uniform")
-            has_fixed_layout = (
-                job.plan == "uniform" and not job.planner.moves
-            )  # a single degree stays the only one
+            # a single degree stays the only one
+            has_fixed_layout = job.plan == "uniform" and not job.planner.moves
             degrees = sorted(set(found.tensor_parallel_sizes)) if has_fixed_layout else job.degrees
             job = replace(job, ranks=found.training.workers, degrees=degrees)
             trains, engines = (

@@ -64,9 +64,8 @@ class _SimulatedSlots:
         self.flushed_tokens = np.zeros(count, np.int64)
         self.prompt_tokens = np.zeros(count, np.int64)  # tokens of the prompt
         self.random_key = np.zeros(count, np.uint64)
-        self.stop_tokens = np.full(
-            (count, 1), NO_STOP_TOKEN, np.int64
-        )  # in order, padded with NO_STOP_TOKEN
+        # in order, padded with NO_STOP_TOKEN
+        self.stop_tokens = np.full((count, 1), NO_STOP_TOKEN, np.int64)
         self.drawable_tokens = np.ones(count, np.uint64)  # vocabulary without the stops
         self.finish_reason = np.zeros(count, np.int8)  # final finish reason
         self.wants_raw_logprobs = np.zeros(count, bool)  # requested

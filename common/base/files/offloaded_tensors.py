@@ -280,9 +280,8 @@ class OffloadFile:
 
     def read_at(self, offset: int, count: int) -> Octets:
         """Read bytes; the next call overwrites results of at most PIECE_BYTES."""
-        if (
-            offset + count > self._readahead_end - READAHEAD_BYTES // 2
-        ):  # the disk reads ahead while this range is processed
+        # the disk reads ahead while this range is processed
+        if offset + count > self._readahead_end - READAHEAD_BYTES // 2:
             self._readahead_end = offset + count + READAHEAD_BYTES
             os.posix_fadvise(self._descriptor, offset, READAHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         into = self._scratch[:count] if count <= PIECE_BYTES else np.zeros(count, np.uint8)

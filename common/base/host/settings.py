@@ -168,8 +168,7 @@ class MeshSettings:
         path = os.environ.get(SETTINGS_ENV, "")
         if not path:
             raise ConfigError(
-                f"${SETTINGS_ENV} is not set",
-                fix="Start services with `meshrl up` or `meshrl run`",
+                f"${SETTINGS_ENV} is not set", fix="Start services with `meshrl up` or `meshrl run`"
             )
         return dataclasses.replace(
             cls.from_file(Path(path)),

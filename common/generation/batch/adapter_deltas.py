@@ -17,9 +17,8 @@ from meshrl.common.model.architecture.projections import (
 )
 from meshrl.common.model.network.lora import parse_adapter_tensor_name
 
-ADAPTER_TARGETS = tuple(
-    FUSED_PROJECTIONS
-)  # our matrices that adapters change, in the order of Target in adapters.h
+# our matrices that adapters change, in the order of Target in adapters.h
+ADAPTER_TARGETS = tuple(FUSED_PROJECTIONS)
 MAX_ADAPTERS = 63  # adapters of one engine: each needs a few slots and prefixes
 
 

@@ -63,9 +63,8 @@ class _PrefixNode:
     parent: int
     tokens: TokenIds
     children: dict[bytes, int] = field(default_factory=dict)
-    partial_children: dict[int, int] = field(
-        default_factory=dict
-    )  # block -> node, of partial blocks
+    # block -> node, of partial blocks
+    partial_children: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +226,8 @@ class PrefixCache:
         if len(removed.tokens) == BLOCK_TOKENS:
             del parent.children[removed.tokens.tobytes()]
         if removed.parent <= 0 and not parent.children and not parent.partial_children:
-            self._roots.pop(
-                removed.parent, None
-            )  # the weights of this root may never be loaded again
+            # the weights of this root may never be loaded again
+            self._roots.pop(removed.parent, None)
         self._pool.remove_reference(removed.block)
 
 

@@ -7,11 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.common.generation.batch.blocks import (
-    BLOCK_TOKENS,
-    BlockPool,
-    PrefixCache,
-)
+from meshrl.common.generation.batch.blocks import BLOCK_TOKENS, BlockPool, PrefixCache
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.batch.step_compute import SlotIndices
 
@@ -36,9 +32,8 @@ class PagedCache:
         self.blocks_per_slot = np.zeros(slots.num_slots, np.int64)
         self.block_pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(self.block_pool)
-        self._num_reused_tokens = np.zeros(
-            slots.num_slots, np.int64
-        )  # tokens that are cached without being computed by the slot
+        # tokens that are cached without being computed by the slot
+        self._num_reused_tokens = np.zeros(slots.num_slots, np.int64)
 
     def prepare_slot(self, slot: int) -> None:
         """Prepare the slot for its new request.
@@ -51,9 +46,8 @@ class PagedCache:
             self.block_pool.remove_reference(int(self.block_table[slot, index]))
         self.blocks_per_slot[slot] = min(self.blocks_per_slot[slot], keep)
         if computed % BLOCK_TOKENS:
-            self.prefix_cache.remove_tail(
-                int(self.block_table[slot, keep - 1])
-            )  # the block is written again
+            # the block is written again
+            self.prefix_cache.remove_tail(int(self.block_table[slot, keep - 1]))
         if (
             computed % BLOCK_TOKENS
             and self.block_pool.ref_counts[self.block_table[slot, keep - 1]] > 1
@@ -85,9 +79,8 @@ class PagedCache:
             self.block_pool.add_reference(block)
         copied = None
         if match.num_tail_tokens:
-            self.block_pool.add_reference(
-                match.tail_block
-            )  # an eviction for the copy must not free the block
+            # an eviction for the copy must not free the block
+            self.block_pool.add_reference(match.tail_block)
             if self._count_available():
                 copied = self._allocate_block()
                 self._copy_block(match.tail_block, copied)

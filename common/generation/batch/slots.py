@@ -56,17 +56,15 @@ class Slots:
         # known tokens at which the request ends with LENGTH
         self.max_tokens = np.zeros(num_slots, np.int64)
         self.num_drained_tokens = np.zeros(num_slots, np.int64)
-        self.first_sampled_index = np.zeros(
-            num_slots, np.int64
-        )  # index; max_length: none sampled here
+        # index; max_length: none sampled here
+        self.first_sampled_index = np.zeros(num_slots, np.int64)
         self.adapter_index = np.zeros(num_slots, np.int32)  # adapter index of the slot
         # ids of the loaded weights, by adapter index
         self.weights_ids = np.zeros(MAX_ADAPTERS + 1, np.int64)
         # versions of the loaded weights, by adapter index
         self.adapter_versions = np.full(MAX_ADAPTERS + 1, -1, np.int32)
-        self.cache_weights_id = np.zeros(
-            num_slots, np.int64
-        )  # id of the weights of the cache's first entry
+        # id of the weights of the cache's first entry
+        self.cache_weights_id = np.zeros(num_slots, np.int64)
         self.request_id = np.full(num_slots, NO_REQUEST, np.int64)
         self.session_id = np.full(num_slots, NO_SESSION, np.int64)
         self.rng_key = np.zeros(num_slots, np.uint64)

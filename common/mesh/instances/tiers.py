@@ -188,9 +188,8 @@ class TierController:
             self._mesh.telemetry.log.info("tier", was=was, now=self.tier, epoch=desired.epoch)
 
     async def _transition_to(self, tier: Tier) -> None:
-        if (
-            self.tier == Tier.ABSENT
-        ):  # the desired state changed before the worker ended the process
+        # the desired state changed before the worker ended the process
+        if self.tier == Tier.ABSENT:
             if not self._sleeper.size_bytes:
                 self._mesh.host.exit(
                     EMPTY_EXIT_STATUS, "it has dropped all its state, so it restarts"

@@ -14,12 +14,7 @@ from meshrl.common.mesh.process.diagnosis import host_limits
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")  # ticks of /proc/stat per second
 IDLE_COLUMNS = (3, 4, 8, 9)  # columns of /proc/stat that are idle, or counted in others (guests)
 CHILDREN_CPU = "cpu_children_s"
-USAGE_KEYS = (
-    "rss_mb",
-    "cpu_s",
-    CHILDREN_CPU,
-    "loop_lag_ms",
-)  # monitors have these in other units
+USAGE_KEYS = ("rss_mb", "cpu_s", CHILDREN_CPU, "loop_lag_ms")  # monitors have these in other units
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 

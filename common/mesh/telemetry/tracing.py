@@ -44,9 +44,8 @@ class Tracer:
 
     def __init__(self, random: Random) -> None:
         self._random = random
-        self._process = random.hex_token(
-            4
-        )  # the upper half of our span ids; the call id is the lower
+        # the upper half of our span ids; the call id is the lower
+        self._process = random.hex_token(4)
 
     def make_traceparent(self, call_id: int) -> str:
         """Return the W3C `traceparent` of an outgoing call.

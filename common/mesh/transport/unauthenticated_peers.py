@@ -52,9 +52,8 @@ class UnauthenticatedPeers:
         self._checked_at = 0.0
         self._connections: dict[int, _AcceptedConnection] = {}
         self._unauthenticated: dict[int, _AcceptedConnection] = {}
-        self._count_by_origin: Counter[str] = (
-            Counter()
-        )  # connections by origin, and unauthenticated ones
+        # connections by origin, and unauthenticated ones
+        self._count_by_origin: Counter[str] = Counter()
         self._unauthenticated_by_origin: Counter[str] = Counter()
 
     def check_if_due(self) -> int | None:
@@ -80,9 +79,8 @@ class UnauthenticatedPeers:
         if self._count_by_origin[found.origin] > self._limits.per_address:
             self._shut_down(descriptor, "connections")
         elif self._too_many(found.origin):
-            self._check_after(
-                CHECK_COST_S * len(self._unauthenticated)
-            )  # some may be authenticated by now
+            # some may be authenticated by now
+            self._check_after(CHECK_COST_S * len(self._unauthenticated))
             if descriptor in self._unauthenticated and self._too_many(found.origin):
                 self._shut_down(descriptor, "strangers")
 

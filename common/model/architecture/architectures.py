@@ -57,11 +57,7 @@ ARCHITECTURES = {
     ),
     "mistral": Architecture(
         "MistralForCausalLM",
-        {
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-        },
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "mixtral": Architecture(
         "MixtralForCausalLM",
@@ -244,9 +240,8 @@ REQUIRED_KEYS = (  # keys that every config.json must have
     "num_attention_heads",
     "intermediate_size",
 )
-_TRUE_BY_DEFAULT = frozenset(
-    {"is_causal", "use_rope"}
-)  # keys whose value True is the behaviour of every decoder
+# keys whose value True is the behaviour of every decoder
+_TRUE_BY_DEFAULT = frozenset({"is_causal", "use_rope"})
 _FACTOR_KEY = re.compile(r"multiplier|scal(e|ing)$|factor")  # factors whose value 1 has no effect
 # Ids of tokens, dropout (for pre-training), and notes of tools.
 _NEUTRAL_KEY = re.compile(r"_token_ids?$|dropout|_pdrop$|layerdrop|^_|^unsloth")

@@ -242,8 +242,7 @@ class _RendererFormat(ChatFormat):
             renderer = renderers.create_renderer(spelling, config)
         except Exception as error:  # each format checks the tokenizer differently
             raise ConfigError(
-                f"chat format {name!r}: {error}",
-                fix="Use the chat format of the tokenizer's model",
+                f"chat format {name!r}: {error}", fix="Use the chat format of the tokenizer's model"
             ) from error
         chat = cls(renderer, tokenizer)
         chat.tokenizer = spelling.tokenizer = chat.guard_tokenizer()

@@ -94,9 +94,8 @@ class TemplateFormat(ChatFormat):
             )
         special = tokenizer.special_tokens
         own = _find_end_token(self.renderer, special)
-        self.end_token_id = tokenizer.token_to_id(
-            own
-        )  # token by which the template closes a turn, or None
+        # token by which the template closes a turn, or None
+        self.end_token_id = tokenizer.token_to_id(own)
         texts = dict.fromkeys([own or files.special_tokens.get("eos_token", ""), *stop_tokens])
         found = [i for text in texts if text and (i := tokenizer.token_to_id(text)) is not None]
         if not found:
@@ -194,9 +193,8 @@ class _TemplateConversation(ChatConversation):
         self._tools = list(tools)
         self._messages = list(messages)  # all ids up to the model's open turn
         self._pending_message: Message | None = None  # the sampled turn
-        self._prompt_opens_reasoning = text.rstrip().endswith(
-            THINK_START
-        )  # the prompt contains its start
+        # the prompt contains its start
+        self._prompt_opens_reasoning = text.rstrip().endswith(THINK_START)
         self._num_calls = 0
         self._end_token_id = -1  # token that ended the turn; -1: it was truncated
 
@@ -207,9 +205,8 @@ class _TemplateConversation(ChatConversation):
         self._end_token_id = turn_ids.pop() if turn_ids and turn_ids[-1] in stops else -1
         reasoning, text = self._split_reasoning(self._chat.tokenizer.decode(turn_ids))
         written = ExtractedToolCalls(text)
-        if (
-            self._tools or self._chat.tool_call_parser != "llama3_json"
-        ):  # whose calls may be plain JSON
+        # whose calls may be plain JSON
+        if self._tools or self._chat.tool_call_parser != "llama3_json":
             try:
                 written = PARSERS[self._chat.tool_call_parser](text)
             except PARSE_ERRORS as error:

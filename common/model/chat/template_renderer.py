@@ -25,11 +25,7 @@ RESERVED_OPTIONS = (
     "documents",
     "add_generation_prompt",
 )  # reserved names, which options cannot have
-REASONING_KEYS = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # synonyms; the first is usual
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # synonyms; the first is usual
 
 
 class TemplateRenderer:

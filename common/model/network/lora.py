@@ -47,12 +47,7 @@ class LoraAdapters(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        names: Collection[str],
-        rank: int,
-        scale: float,
-        like: Tensor,
+        self, config: ModelConfig, names: Collection[str], rank: int, scale: float, like: Tensor
     ) -> None:
         """Create adapters of the projections `names`, with `like`'s dtype and device; `a` is
         unset.

@@ -67,9 +67,8 @@ class RateLimiter:
         if os.fstat(descriptor).st_size != _FREE_AT.size:  # keep the state of other processes
             os.ftruncate(descriptor, _FREE_AT.size)
         self._free_at = mmap.mmap(descriptor, _FREE_AT.size)
-        self._lock = (
-            threading.Lock()
-        )  # between this process's threads; the file lock is between processes
+        # between this process's threads; the file lock is between processes
+        self._lock = threading.Lock()
 
     @property
     def piece_bytes(self) -> int:

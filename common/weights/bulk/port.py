@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from meshrl.common.api.transfer.bulk_permissions import WEIGHTS
 from meshrl.common.base.digest import compute_digest
-from meshrl.common.base.errors import (
-    CorruptData,
-    HandshakeFailed,
-    NotAllowed,
-    Refused,
-    WrongKeys,
-)
+from meshrl.common.base.errors import CorruptData, HandshakeFailed, NotAllowed, Refused, WrongKeys
 from meshrl.common.weights.bulk.authenticators import (
     BulkAuthenticator,
     InProcessAuthenticator,
@@ -85,11 +79,7 @@ class BulkClient:
     """Client of bulk ports. Every transfer runs in a thread and has a deadline."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        *,
-        max_bytes: int = MAX_REQUEST_BYTES,
-        part_bytes: int = MAX_PART_BYTES,
+        self, mesh: Mesh, *, max_bytes: int = MAX_REQUEST_BYTES, part_bytes: int = MAX_PART_BYTES
     ) -> None:
         """Create the client.
 
@@ -199,11 +189,7 @@ class BulkClient:
         return await self._run_request(entry, send, deadline_s)
 
     async def fetch_to_file(
-        self,
-        entry: RegistryEntry,
-        partial: PartialFile,
-        *,
-        space: str = WEIGHTS,
+        self, entry: RegistryEntry, partial: PartialFile, *, space: str = WEIGHTS
     ) -> None:
         """Fetch the bytes of a digest into the file (mode 0600) of `partial`.
 
@@ -219,12 +205,7 @@ class BulkClient:
         await self._fill_partial(entry, partial, self._make_transfer(entry), space)
 
     async def fetch_part(
-        self,
-        entry: RegistryEntry,
-        partial: PartialFile,
-        size_bytes: int,
-        *,
-        stall_s: float,
+        self, entry: RegistryEntry, partial: PartialFile, size_bytes: int, *, stall_s: float
     ) -> None:
         """Add one server's bytes of a chunk to `partial`, without checking or committing them.
 
@@ -368,9 +349,8 @@ class BulkClient:
             result = await self._run_blocking(work, deadline_s)
         except (HandshakeFailed, NotAllowed) as error:
             if self._mesh.credentials is not None:
-                self._mesh.credentials.mark_suspect(
-                    entry.address
-                )  # the roles of our keys may have changed
+                # the roles of our keys may have changed
+                self._mesh.credentials.mark_suspect(entry.address)
             if isinstance(error, NotAllowed):
                 raise
             if len(self._handshakes_failing_since) >= MAX_REMEMBERED_PEERS:

@@ -49,10 +49,7 @@ BlockingTask = Callable[[], object]
 _MAX_FILE_BYTES = 1 << 62  # of a file; larger offsets are invalid
 _UPLOAD_VERBS = (PUT, HAS, PARTIAL_SIZE)  # requests of a client that puts a chunk
 _VERBS = (GET, DIRECTORY, *_UPLOAD_VERBS)
-KEY_LOOKUP, DISK_WRITE = (
-    0,
-    -1,
-)  # in place of a socket event: a background task, and its runner
+KEY_LOOKUP, DISK_WRITE = (0, -1)  # in place of a socket event: a background task, and its runner
 
 
 class BackgroundTasks(Generic[K]):
@@ -134,9 +131,8 @@ class BulkPortState:
         self.chunks, self.parked_uploads, self.max_bytes = chunks, parked, largest_bytes
         self.rates, self.accepts_uploads = rates, takes
         self.sent_bytes = 0  # of chunks
-        self.receive_buffer = memoryview(
-            bytearray(MAX_PIECE_BYTES)
-        )  # for bytes that are not retained in memory
+        # for bytes that are not retained in memory
+        self.receive_buffer = memoryview(bytearray(MAX_PIECE_BYTES))
 
 
 class ServedConnection:

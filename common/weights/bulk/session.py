@@ -80,9 +80,8 @@ class BulkSession:
         self._endpoint, self._handshake, self._max_bytes = endpoint, handshake, max_bytes
         self._deadline_s, self._rates, self._stall_s = deadline_s, rates, stall_s
         self._aborted = threading.Event()
-        self._close_lock = (
-            threading.Lock()
-        )  # another socket may reuse the descriptor of a closed one
+        # another socket may reuse the descriptor of a closed one
+        self._close_lock = threading.Lock()
         self._expires_at = time.monotonic() + deadline_s
 
     def __enter__(self) -> BulkSession:
@@ -98,9 +97,8 @@ class BulkSession:
             raise PeerLost("it serves chunks to its own host only", where=self._endpoint or "bulk")
         try:
             place = host.strip("[]"), int(port)
-            timeout = min(
-                self._remaining_s(), self._stall_s
-            )  # also limits a connection whose packets are dropped
+            # also limits a connection whose packets are dropped
+            timeout = min(self._remaining_s(), self._stall_s)
             self._socket = socket.create_connection(place, timeout=timeout)
         except OSError as error:
             raise PeerLost(

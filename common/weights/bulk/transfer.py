@@ -146,9 +146,8 @@ class FileTransfer:
 
         def go_on(session: BulkSession) -> None:
             size = expected_bytes
-            while (
-                size is None or writer.received_bytes < size
-            ):  # the next server may have less of it
+            # the next server may have less of it
+            while size is None or writer.received_bytes < size:
                 at, most = writer.received_bytes, self._part_bytes
                 most = most if expected_bytes is None else min(most, expected_bytes - at)
                 size = session.fetch_range(

@@ -13,9 +13,8 @@ from meshrl.common.weights.chunks.chunk_store import ChunkStore, try_lock
 from meshrl.common.weights.delta.codec import ChunkPair, apply_delta, encode_delta
 
 LOCKS_FOLDER = ".locks"  # below a cache
-MAP_POPULATE = getattr(
-    mmap, "MAP_POPULATE", 0
-)  # one page fault for all pages, where Linux supports it
+# one page fault for all pages, where Linux supports it
+MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
 def map_chunk(chunks: ChunkStore, digest: str) -> memoryview:

@@ -153,9 +153,8 @@ class _DeltaReceiver:
         mesh, what = self._mesh, "deltas of weights"
         try:
             room = sum(self._missing_bytes[delta.new_chunk] for delta in deltas)
-            within_s = (
-                room / (self._rate_bytes_per_s or MIN_RATE_BYTES_PER_S) + MAX_WAIT_S
-            )  # the chunks would have been pulled by then
+            # the chunks would have been pulled by then
+            within_s = room / (self._rate_bytes_per_s or MIN_RATE_BYTES_PER_S) + MAX_WAIT_S
             about, job, needed = (
                 (mesh, self._bulk, blob_digest, what),
                 self._job,

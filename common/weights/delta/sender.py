@@ -116,9 +116,8 @@ class DeltaSender:
                 except Exception as error:  # this task is not awaited: record the error here
                     self._record_failure(error)
                     with suppress(MeshError):
-                        await delta_round.publish_group(
-                            [], bases[0], is_last=True
-                        )  # no receiver has to wait for the rest
+                        # no receiver has to wait for the rest
+                        await delta_round.publish_group([], bases[0], is_last=True)
                 else:
                     self._last_error = ""
 

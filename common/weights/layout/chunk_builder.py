@@ -117,9 +117,8 @@ class ChunkBuilder:
         full: list[StagedChunk] = []
         for low in range(0, len(rows), most):
             first, there = tensor_rows.first_row + low, rows[low : low + most].cpu().contiguous()
-            block = alias_for_numpy(
-                there
-            )  # the training process may release their memory to others
+            # the training process may release their memory to others
+            block = alias_for_numpy(there)
             image = block.to(self._dtype).contiguous()
             self._published_trees.setdefault(name, MerkleTree()).add_rows(image, first)
             if image.dtype != block.dtype:

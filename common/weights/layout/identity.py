@@ -22,14 +22,12 @@ from meshrl.common.base.digest import compute_digest, compute_keyed_digest
 from meshrl.common.base.errors import BadMessage
 from meshrl.common.model.files.safetensors_writer import DTYPE_NAMES, DTYPES
 
-LEAF_BYTES = (
-    16 << 10
-)  # few bytes to send at the ends of rows; at 4 KiB a digest costs twice as much
+# few bytes to send at the ends of rows; at 4 KiB a digest costs twice as much
+LEAF_BYTES = 16 << 10
 DIGEST_BYTES = 32
 _LEAF_KEY, _NODE_KEY = b"leaf".ljust(32, b"\0"), b"node".ljust(32, b"\0")  # keys of the digests
-_PART_HEADER = struct.Struct(
-    "<QQ"
-)  # of a packed part: offset, size in bytes; the digest or the bytes follow
+# of a packed part: offset, size in bytes; the digest or the bytes follow
+_PART_HEADER = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True)

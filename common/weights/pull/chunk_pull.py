@@ -180,9 +180,8 @@ class _ChunkPull:
         if origin.chunk not in self._missing:  # another process of this host has fetched it
             self._tracker_session.add_present([origin.chunk])
             return
-        if (
-            origin.chunk in self._chunks_in_progress()
-        ):  # the store restarted and has no record of the stream
+        # the store restarted and has no record of the stream
+        if origin.chunk in self._chunks_in_progress():
             return
         now, came = self._mesh.clock.monotonic(), self._incoming.received_bytes(origin.chunk)
         size = self._missing[origin.chunk].size_bytes
@@ -285,9 +284,8 @@ class _ChunkPull:
             moved = self._incoming.received_bytes(stream.origin.chunk) - stream.initial_bytes
             lasted_s = now - stream.started_at
             if lasted_s > MIN_SLOW_S and moved / lasted_s * SLOW_FACTOR < usual:
-                self._speeds_bytes_per_s.append(
-                    moved / lasted_s
-                )  # lower the median, so that a slow network does not cancel every stream
+                # lower the median, so that a slow network does not cancel every stream
+                self._speeds_bytes_per_s.append(moved / lasted_s)
                 task.cancel()
 
 

@@ -24,11 +24,7 @@ from meshrl.launch.redis.run_watermark import read_run_watermark
 
 
 async def restore_job(
-    state: StateClient,
-    run_dir: Path,
-    job: str,
-    document: dict[str, Any],
-    watermark: JobWatermark,
+    state: StateClient, run_dir: Path, job: str, document: dict[str, Any], watermark: JobWatermark
 ) -> Path | None:
     """Submit a job that Redis has lost, from its newest checkpoint or else from its beginning.
 

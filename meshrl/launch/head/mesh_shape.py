@@ -28,9 +28,8 @@ class MeshShape:
     gateway: str = METRICS_OFF  # where the gateway listens; off: there is none
     listen: str = ""  # where processes are reached by those of other hosts; empty: there are none
     encrypt_bulk: bool | None = None  # see MeshSettings
-    accepted_services: Sequence[str] = (
-        host_services.ALL_SERVICES
-    )  # the services that may be placed on its host
+    # the services that may be placed on its host
+    accepted_services: Sequence[str] = host_services.ALL_SERVICES
     upload_bytes_per_s: int = 0  # see MeshSettings
     download_bytes_per_s: int = 0
 

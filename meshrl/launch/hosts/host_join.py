@@ -96,9 +96,8 @@ def _fetch_token(url: str) -> str:
 
     at = Url.parse(url)
     is_local, scheme = at.scheme == "http" and at.hostname in LOCAL_HOSTS, url.partition("://")[0]
-    if (
-        scheme not in PRIVATE_SCHEMES and not is_local
-    ):  # nor is a chain of fsspec's, as zip://*::http://HOST
+    # nor is a chain of fsspec's, as zip://*::http://HOST
+    if scheme not in PRIVATE_SCHEMES and not is_local:
         raise ConfigError(
             f"a token is a secret, which {scheme}:// can expose to the network",
             fix=f"Use https, or one of {', '.join(PRIVATE_SCHEMES)}",

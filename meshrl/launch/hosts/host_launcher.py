@@ -77,9 +77,8 @@ class HostShape:
     memory_bytes: int = 0  # that instances may take; 0: all memory
     disk_bytes: int = 0
     planner_name: str = ""  # the name of the planner that stands by here; empty: none
-    accepted_services: Sequence[str] = (
-        host_services.ALL_SERVICES
-    )  # the services that may be placed here
+    # the services that may be placed here
+    accepted_services: Sequence[str] = host_services.ALL_SERVICES
     listen: str = ""  # as it was named; empty: as it reaches the head
     ephemeral: bool = False  # it leaves the mesh on its stop order
     join_requested_s: float = 0.0  # wall clock of the join request; 0: it was a member before

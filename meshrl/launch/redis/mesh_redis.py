@@ -41,10 +41,7 @@ from meshrl.common.state.redis import embedded_server
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.server_state import rollback
 from meshrl.common.state.server_state.rollback import StateWatermark
-from meshrl.common.state.server_state.state_format import (
-    require_state_format,
-    write_state_format,
-)
+from meshrl.common.state.server_state.state_format import require_state_format, write_state_format
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.launch.redis import redis_watchdog
 from meshrl.launch.redis.access.redis_network import RedisNetwork, resolve_remote_url

@@ -16,12 +16,7 @@ from meshrl.common.state.server_state.rollback import (
     merge_watermarks,
 )
 
-VERSION_EVENTS = (
-    "initial",
-    "step",
-    "lineage",
-    "restored",
-)  # events with a lineage and a version
+VERSION_EVENTS = ("initial", "step", "lineage", "restored")  # events with a lineage and a version
 TOKEN_EVENTS = ("registered", "leader")  # events with a fencing token
 WATERMARKS_PER_MERGE = 1000  # marks that are joined at a time
 READ_BYTES = 1 << 20  # bytes of lines that are in memory at a time

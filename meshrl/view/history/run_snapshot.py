@@ -33,9 +33,8 @@ class Evaluation:
     greedy_reward: float | None  # before, after, and when the best version is chosen by it
     figures: dict[str, float] = field(default_factory=dict)  # figures of all datasets, by name
     is_best: bool = False  # it is the best version so far
-    scored_shares: dict[str, float] = field(
-        default_factory=dict
-    )  # of the samples that each figure is of
+    # of the samples that each figure is of
+    scored_shares: dict[str, float] = field(default_factory=dict)
     unscored_reasons: dict[str, int] = field(default_factory=dict)  # why samples are in no figure
 
 
@@ -63,9 +62,8 @@ class RunSnapshot:
     hidden_workers: HiddenWorkers = field(default_factory=HiddenWorkers)  # the others
     other_jobs: tuple[str, ...] = ()  # jobs on the same mesh that have not ended, a line each
     block_reason: str = ""  # why the job waits or is paused; empty: it runs
-    prefix_figures: dict[str, float] = field(
-        default_factory=dict
-    )  # loaded, of the engines that live
+    # loaded, of the engines that live
+    prefix_figures: dict[str, float] = field(default_factory=dict)
     in_flight: int = 0
     trajectory_counts: dict[str, int] = field(default_factory=dict)  # trajectories by outcome
     histogram_bounds: tuple[int, ...] = ()  # upper lengths of the histogram's buckets
@@ -208,7 +206,4 @@ def _sum_histograms(rollouts: Sequence[RegistryEntry]) -> dict[str, Any]:
         return {}
     columns = zip(*(stats["histogram"] for stats in counted), strict=False)
     bounds = tuple(int(b) for b in counted[0].get("bounds", ()))
-    return {
-        "histogram": tuple(int(sum(column)) for column in columns),
-        "histogram_bounds": bounds,
-    }
+    return {"histogram": tuple(int(sum(column)) for column in columns), "histogram_bounds": bounds}

@@ -34,9 +34,8 @@ class MeshSnapshot:
     entries: Sequence[RegistryEntry] = ()
     jobs: Sequence[JobRow] = ()
     now_ms: float = 0.0
-    entitlements: Mapping[str, int] = field(
-        default_factory=dict
-    )  # job -> workers that it is entitled to
+    # job -> workers that it is entitled to
+    entitlements: Mapping[str, int] = field(default_factory=dict)
     predictions: Mapping[str, JobPrediction] = field(default_factory=dict)  # by job
     moves_in_progress: Sequence[Move] = ()  # under way
     steps: Mapping[str, StepRows] = field(default_factory=dict)  # last rows, by job

@@ -150,9 +150,8 @@ class _WaitGraph:
         for entry in self.entries.values():
             age = self.now_ms - entry.renewed_ms
             is_lost = entry.kind in PLACED_KINDS and not entry.alive
-            replaced = (
-                is_lost and entry.name not in self._desired_processes
-            )  # something else does its work
+            # something else does its work
+            replaced = is_lost and entry.name not in self._desired_processes
             if OVERDUE_MS < age < REPORTED_FOR_MS and not _has_left(entry) and not replaced:
                 reason = f"{self.explain_unwell(entry.name)}; overdue, but no process waits for it"
                 yield Stall(

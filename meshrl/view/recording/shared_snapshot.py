@@ -32,9 +32,8 @@ class SharedSnapshot:
     def __init__(self, mesh: RunningMesh) -> None:
         self._mesh = mesh
         self.latest = MeshSnapshot()
-        self.taken_at_s = self._jobs_read_at_s = self._metered_at_s = float(
-            "-inf"
-        )  # monotonic, seconds
+        # monotonic, seconds
+        self.taken_at_s = self._jobs_read_at_s = self._metered_at_s = float("-inf")
         self._jobs: tuple[JobRow, ...] = ()
         self._lock = asyncio.Lock()
         self._meter = CpuMeter()

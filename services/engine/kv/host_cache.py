@@ -252,9 +252,8 @@ class HostCache:
             else os.urandom(16).hex()
         )
         own = prefix.is_evicted and prefix.session >= 0
-        names = compute_chunk_names(
-            domain, prefix.tokens, include_partial=own
-        )  # a cache that outlives its weights is only useful as a whole
+        # a cache that outlives its weights is only useful as a whole
+        names = compute_chunk_names(domain, prefix.tokens, include_partial=own)
         tag = prefix.session + 1 if own else 0
         copied = self._copy_chunks(prefix, domain, names, tag)
         if own and (copied or prefix.is_single_version):

@@ -28,9 +28,8 @@ STALL_S = 0.1  # no outlier: other processes had the processor and will have it 
 OUTLIER_FACTOR = 10.0
 # From this window on, windows between two fits, because a fit takes a third of a millisecond.
 SOLVE_EVERY = 16
-PRIOR_SHARES = np.array(
-    [0.8, 0.1, 0.1, 0.1]
-)  # prior: shares of a step's time, in the order of the terms
+# prior: shares of a step's time, in the order of the terms
+PRIOR_SHARES = np.array([0.8, 0.1, 0.1, 0.1])
 PRIOR_WINDOWS = 0.3  # weight of the prior in windows
 TERM_SUBSETS = [list(some) for n in range(1, 5) for some in combinations(range(4), n)]
 

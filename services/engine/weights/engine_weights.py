@@ -145,9 +145,8 @@ class EngineWeights:
                 return load()
             self._engine.abort(open_requests)
             self._put_model(adapter.base_tensors, adapter.base_version)
-            with quarantine_on_error(
-                adapter.version, self._engine.quarantine
-            ):  # else the base without adapters serves
+            # else the base without adapters serves
+            with quarantine_on_error(adapter.version, self._engine.quarantine):
                 load()
 
         if await self._apply_between_steps(install, manifest):

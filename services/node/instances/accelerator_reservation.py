@@ -80,9 +80,8 @@ class AcceleratorReservation:
         try:
             size_bytes = await context.gpu_memory.estimate_min_bytes(instance)
             first_report = _current_report(instance, instance.reports, instance.ranks[0])
-            if (
-                first_report is None or first_report.tier != Tier.ACCELERATOR
-            ):  # else it has the memory already
+            # else it has the memory already
+            if first_report is None or first_report.tier != Tier.ACCELERATOR:
                 await context.gpu_memory.check_free(
                     instance, self.name, size_bytes, self._worker_processes()
                 )

@@ -177,9 +177,8 @@ class _PlaceCapacity:
     def __init__(self, workers_by_place: Mapping[str, int], place_kind: str) -> None:
         self.total_workers, self.place_kind = workers_by_place, place_kind
         self._free_workers = dict(workers_by_place)
-        self._reserved_workers = dict.fromkeys(
-            workers_by_place, 0
-        )  # for engines of several workers; no core takes them
+        # for engines of several workers; no core takes them
+        self._reserved_workers = dict.fromkeys(workers_by_place, 0)
 
     def take_core_place(self, requirements: JobRequirements, current_place: str) -> str:
         """Reserve a place for a core and return it, or an empty string if none fits. Prefer the

@@ -48,12 +48,10 @@ class SplitState:
     last_move_step: int | None = None
     trial: Trial | None = None
     verdicts: tuple[Verdict, ...] = ()  # last ones
-    failed_moves: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by direction: moves that did not pay
-    failed_imbalance: Mapping[str, float] = field(
-        default_factory=dict
-    )  # by direction: imbalance at the failed move
+    # by direction: moves that did not pay
+    failed_moves: Mapping[str, int] = field(default_factory=dict)
+    # by direction: imbalance at the failed move
+    failed_imbalance: Mapping[str, float] = field(default_factory=dict)
     bias: Mapping[str, float] = field(default_factory=dict)  # by direction: correction
     switch_s: float = 0.0  # mean seconds of a move; 0: none was made
     explanation: Mapping[str, Any] = field(default_factory=dict)  # figures for display

@@ -54,9 +54,8 @@ class CorrectionFactor:
 class Correction:
     """Factors of all keys; an immutable value, stored with the planner's memory."""
 
-    factors: Mapping[CorrectionKey, CorrectionFactor] = field(
-        default_factory=dict
-    )  # latest observed last
+    # latest observed last
+    factors: Mapping[CorrectionKey, CorrectionFactor] = field(default_factory=dict)
 
     def correct(self, key: CorrectionKey, seconds: float) -> float:
         """Return a prediction of the cost model, corrected."""

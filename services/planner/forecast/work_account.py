@@ -29,9 +29,8 @@ MAX_PROCESSES = 16  # processes of a job that are remembered, as a process may r
 class WorkAccount:
     """Work account of one job."""
 
-    last_by_process: Mapping[str, MeasuredWork] = field(
-        default_factory=dict
-    )  # by process: its last counters
+    # by process: its last counters
+    last_by_process: Mapping[str, MeasuredWork] = field(default_factory=dict)
     total: MeasuredWork = field(default_factory=MeasuredWork)
 
     def credit(self, measured: Measurements) -> WorkAccount:

@@ -76,9 +76,8 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
             *own_workers,
             *filter(None, [draft.find_free_worker(lambda w: _can_host_core(draft, job, w))]),
         ]
-        if any(
-            need.smallest_engine > 1 for need in draft.requirements_by_job.values()
-        ):  # where an engine reserves memory
+        # where an engine reserves memory
+        if any(need.smallest_engine > 1 for need in draft.requirements_by_job.values()):
             at_home = draft.find_free_worker(
                 lambda w: draft.get_place(w) == core_place and _can_host_core(draft, job, w)
             )

@@ -44,9 +44,8 @@ class ExpertSplitState:
     uniform_tokens_per_s: float = 0.0  # with uniform ranks
     is_measured: bool = False  # True if the prediction uses measured profiles
     has_sampled_lengths: bool = False  # True if it uses sampled lengths
-    observed_tokens_per_s: Mapping[tuple[int, ...], float] = field(
-        default_factory=dict
-    )  # by `ExpertSplit.to_list`
+    # by `ExpertSplit.to_list`
+    observed_tokens_per_s: Mapping[tuple[int, ...], float] = field(default_factory=dict)
     window: tuple[str, MeasuredWork] | None = (
         None  # the process, and its work at the begin of the window
     )
@@ -88,9 +87,8 @@ def choose_expert_split(
     found = _update_prediction(draft, job, previous or ExpertSplitState())
     if core is not None:
         found = _record_throughput(job, core, found)
-        running = found.observed_tokens_per_s.get(
-            _encode_split(core.instance.expert_split), 0.0
-        )  # 0: measured for too short a time
+        # 0: measured for too short a time
+        running = found.observed_tokens_per_s.get(_encode_split(core.instance.expert_split), 0.0)
         found = _choose_split(found, core.instance.expert_split, bool(running))
         found, core = _apply_split(draft, job, core, replace(found, has_started=True))
     elif not found.has_started:

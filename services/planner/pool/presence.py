@@ -20,9 +20,8 @@ class PoolAbsences:
 
     missing_since: Mapping[str, int] = field(default_factory=dict)  # worker -> since when
     lost_workers: frozenset[str] = frozenset()  # workers reported as lost that have not returned
-    away_since: Mapping[str, int] = field(
-        default_factory=dict
-    )  # dead or draining host -> since when
+    # dead or draining host -> since when
+    away_since: Mapping[str, int] = field(default_factory=dict)
     lost_hosts: frozenset[str] = frozenset()  # hosts reported as lost that have not returned
     cordoned: frozenset[str] = frozenset()  # workers cordoned by a user
 

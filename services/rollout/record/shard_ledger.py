@@ -36,9 +36,8 @@ from meshrl.services.rollout.trajectories.trajectory import RestoredGroups, Traj
 
 SYNC_INTERVAL_S = 0.05  # possible loss by a host crash (`fsync_ms`)
 FULL_RETRY_S = 0.5
-MAX_PART_BYTES = (
-    MAX_RECORD_BYTES // 2
-)  # limit of a token record, which grows while the disk is full
+# limit of a token record, which grows while the disk is full
+MAX_PART_BYTES = MAX_RECORD_BYTES // 2
 WRITE_TIMEOUT_S = 60.0  # after this time a disk counts as failed
 
 RUN_HOST = "run_host"  # word of Redis scripts: segments lie on the run host
@@ -197,9 +196,8 @@ class ShardLedger:
             await rows.requeue_lost_group(mesh.state, job, mesh.name, token, a.group, HOST_LOST, op)
         for name in on_record:
             await rows.remove_segment(mesh.state, job, mesh.name, token, name)
-        for path in list_segments(
-            self.directory
-        ):  # of an earlier incarnation of the shard on this host
+        # of an earlier incarnation of the shard on this host
+        for path in list_segments(self.directory):
             path.unlink(missing_ok=True)
 
     async def _adopt_segment(self, segment: _LedgerSegment) -> None:
@@ -275,9 +273,8 @@ class ShardLedger:
         mesh = self._mesh
         for path in self._ledger.forget_group(group):
             await rows.remove_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
-            path.unlink(
-                missing_ok=True
-            )  # after that: a recorded segment without a file counts as corrupt
+            # after that: a recorded segment without a file counts as corrupt
+            path.unlink(missing_ok=True)
 
     def defer_record(self, kind: RecordKind, payload: Any, group: int) -> None:
         self._ledger.defer(kind, payload, group)

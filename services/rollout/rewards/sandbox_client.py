@@ -163,9 +163,8 @@ class SandboxClient:
         }
         self._once_tools = set(config.environment.no_retry_tools) | self._session_tools
         self._sessions: dict[str, _ToolSession] = {}  # by trajectory
-        self._end_tasks: set[asyncio.Task[None]] = (
-            set()
-        )  # notifications of ended sessions to sandboxes
+        # notifications of ended sessions to sandboxes
+        self._end_tasks: set[asyncio.Task[None]] = set()
         self._tool_batcher: Batcher[_QueuedToolCall, CallOutcome] = Batcher(
             self._run_tools, max_in_flight=2
         )

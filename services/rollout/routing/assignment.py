@@ -58,9 +58,8 @@ class Assignment:
         self.placed_future: asyncio.Future[None] | None = None  # while it is in the queue
         self._attempts = 0  # engines that failed since the last token
         self._failing_since_s = 0.0  # time of the first of them
-        self._cache_moves: set[asyncio.Task[None]] = (
-            set()
-        )  # of its cache, from engines that it left
+        # of its cache, from engines that it left
+        self._cache_moves: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Assignment:
         self._router.add_assignment(self)
@@ -179,9 +178,8 @@ class Assignment:
         """Return the finish reason of the turn's current tokens; None if it continues."""
         t = self.trajectory
         if len(t.turn_tokens) and int(t.tokens[-1]) in self._router.stop_token_ids:
-            return (
-                FinishReason.STOP
-            )  # in the ledger: the engine was lost after its last token arrived
+            # in the ledger: the engine was lost after its last token arrived
+            return FinishReason.STOP
         return FinishReason.LENGTH if t.length >= max_length else None
 
     async def _move_cache(self) -> None:

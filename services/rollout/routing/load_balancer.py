@@ -75,7 +75,6 @@ def _plan_running_moves(engines: Sequence[EngineTotalLoad]) -> list[Rebalance]:
         return []
     source = max(busy, key=lambda e: (e.running, e.name))
     above = source.running - source.plateau_batch if source.plateau_batch else 0
-    count = min(
-        above, source.running // 2, idle[0].max_running
-    )  # beyond half, the target would be fuller
+    # beyond half, the target would be fuller
+    count = min(above, source.running // 2, idle[0].max_running)
     return [Rebalance(source.name, idle[0].name, count, False)] if count >= MIN_MOVED else []

@@ -36,9 +36,8 @@ from meshrl.services.rollout.routing.queue_policy import (
 )
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
-PLACE_TIMEOUT_S = (
-    24 * 3600.0
-)  # limit of a trajectory's wait for an engine: spot capacity may be unavailable
+# limit of a trajectory's wait for an engine: spot capacity may be unavailable
+PLACE_TIMEOUT_S = 24 * 3600.0
 LOOK_AHEAD = 64  # requests that may overtake the queue's head if an engine has their cache
 BALANCE_INTERVAL_S = 1.0  # as often as RLBoost's manager polls
 
@@ -196,9 +195,8 @@ class Router:
 
     async def place(self, assignment: Assignment) -> None:
         request = self._build_request(assignment)
-        link = self.links.get(
-            assignment.cache_engine
-        )  # most turns continue there without a search of all engines
+        # most turns continue there without a search of all engines
+        link = self.links.get(assignment.cache_engine)
         home = link.load if link is not None else None
         if name := place_request(request, home, self._collect_loads, bool(self._queue)):
             return assignment.assign(self.links[name])

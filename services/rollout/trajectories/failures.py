@@ -76,9 +76,8 @@ class FailureReporter:
         self._mesh, self._job = mesh, job
         self._kinds: dict[tuple[str, str, bool], _FailureKind] = {}
         self._hung_calls: dict[str, _HungCalls] = {}
-        self._event_prefix = (
-            mesh.random.hex_token()
-        )  # distinguishes its events from those of another job
+        # distinguishes its events from those of another job
+        self._event_prefix = mesh.random.hex_token()
         self._report_count = 0  # reported events
         self._report_lock = asyncio.Lock()
 

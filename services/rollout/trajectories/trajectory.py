@@ -143,9 +143,8 @@ class Turn:
     tool_input: Any = None
     tool_value: Any = None
     has_tool_value: bool = False  # the tool's value is logged
-    earlier_calls: list[tuple[str, Any, Any]] = field(
-        default_factory=list
-    )  # calls before the last one
+    # calls before the last one
+    earlier_calls: list[tuple[str, Any, Any]] = field(default_factory=list)
     appended_tokens: int = 0  # tokens of the environment after the turn
     is_cut: bool = False  # the trajectory ended within the turn
 

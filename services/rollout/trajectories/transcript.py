@@ -13,10 +13,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
-TRUNCATION_REASONS = (
-    "length",
-    "turns",
-)  # ends of trajectories that the environment has not ended
+TRUNCATION_REASONS = ("length", "turns")  # ends of trajectories that the environment has not ended
 
 
 def find_stop_token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:

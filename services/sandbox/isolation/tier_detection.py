@@ -210,9 +210,8 @@ def _file_equals(path: Path, text: str) -> bool:
 
 
 def _is_in_container() -> bool:
-    return (
-        bool(container.detect_container()) or container.read_rights().seccomp == "filtered"
-    )  # for any runtime
+    # for any runtime
+    return bool(container.detect_container()) or container.read_rights().seccomp == "filtered"
 
 
 async def _main() -> None:

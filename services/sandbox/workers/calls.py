@@ -13,9 +13,8 @@ from meshrl.common.mesh.process.entry.child import MAX_FRAME_BYTES
 from meshrl.services.sandbox.outcomes import CallResult
 from meshrl.services.sandbox.workers.worker import format_name
 
-FRAME_BYTES = MAX_FRAME_BYTES - (
-    64 << 10
-)  # for the arguments of a slice; the rest is names and ids
+# for the arguments of a slice; the rest is names and ids
+FRAME_BYTES = MAX_FRAME_BYTES - (64 << 10)
 RLIMITS = {"AS": 2 << 30, "NOFILE": 256, "CORE": 0, "FSIZE": 64 << 20}
 
 

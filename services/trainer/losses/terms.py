@@ -13,10 +13,7 @@ from meshrl.common.base.errors import ConfigError
 MAX_LOG_RATIO = 20.0  # larger log-ratios are clamped, so that the exponential stays finite
 
 # Sources of another model's log-probabilities, by their name in a sequence's extras.
-EXTRA_SOURCES = {
-    "reference": "models.reference",
-    "teacher": "models.teacher",
-}
+EXTRA_SOURCES = {"reference": "models.reference", "teacher": "models.teacher"}
 
 
 @dataclass(slots=True)

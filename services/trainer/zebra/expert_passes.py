@@ -36,9 +36,8 @@ def run_forward(
     `recompute`.
     """
     sources = sorted(rows)
-    received_counts = torch.stack(
-        [counts[rank] for rank in sources]
-    )  # [attention ranks, experts here]
+    # [attention ranks, experts here]
+    received_counts = torch.stack([counts[rank] for rank in sources])
     order = order_by_expert(received_counts)
     inputs = torch.cat([rows[rank] for rank in sources]).index_select(0, order)
     graph = keep_graph and not recompute

@@ -202,9 +202,8 @@ class ChunkSweeper:
         on_record = {manifest for versions in versions_by_job.values() for manifest in versions}
         needed.manifests |= (anchors := self._deltas.list_anchors()) & on_record
         for digest in list(needed.manifests):  # the bases of adapters
-            with suppress(
-                NotFound, CorruptData, BadMessage, Refused
-            ):  # `_list_contents` reports the error
+            # `_list_contents` reports the error
+            with suppress(NotFound, CorruptData, BadMessage, Refused):
                 if (base := (await self._read_manifest(digest)).base) is not None:
                     needed.manifests.add(base.manifest)
         live = needed.groups | await self._list_contents(needed.manifests, are_needed=True)
@@ -261,9 +260,8 @@ class ChunkSweeper:
             )
         known = {row.id for row in rows} | deleted  # nothing is needed of deleted jobs
         for record in self._records:
-            if (
-                record.job not in known
-            ):  # by Redis, which has lost the job: a resume needs its versions
+            # by Redis, which has lost the job: a resume needs its versions
+            if record.job not in known:
                 needed.manifests |= versions_by_job.get(record.job, {}).keys()
                 if record.run_dir:
                     directory = Path(record.run_dir) / "checkpoints"

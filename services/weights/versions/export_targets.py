@@ -89,9 +89,8 @@ def _prepare_target(remote: RemoteDirectory, manifest: str, *, is_owned: bool) -
         and _read_document(remote, UNFINISHED_MARKER).get("manifest") == manifest
     ):
         return {name: size for name, size in have.items() if name != UNFINISHED_MARKER}
-    remote.write_file(
-        UNFINISHED_MARKER, b"{}"
-    )  # an interruption from here on must not continue the old files
+    # an interruption from here on must not continue the old files
+    remote.write_file(UNFINISHED_MARKER, b"{}")
     for name in sorted(
         have, key=lambda name: (name != EXPORT_MARKER, not _is_config_file(name), name)
     ):

@@ -88,9 +88,8 @@ class RunVersions:
     document: dict[str, Any]
     chunks: ChunkStore
     versions: list[VersionSummary] = field(default_factory=list)
-    committed_manifests: dict[int, str] = field(
-        default_factory=dict
-    )  # of the lineage's chain, by version
+    # of the lineage's chain, by version
+    committed_manifests: dict[int, str] = field(default_factory=dict)
     best_manifest: str = ""
     pins: dict[str, VersionPin] = field(default_factory=dict)
 

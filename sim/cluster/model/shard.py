@@ -43,9 +43,8 @@ class SimTrajectory:
     assigned_engine: str = ""  # the engine with its slot
     request: SimRequest | None = None
     bucket: int = 0
-    tool_returns: list[tuple[ToolReturn, int]] = field(
-        default_factory=list
-    )  # with the tokens sampled before each
+    # with the tokens sampled before each
+    tool_returns: list[tuple[ToolReturn, int]] = field(default_factory=list)
     queue_order: tuple[int, ...] = field(default=(), repr=False)
 
 
@@ -55,9 +54,8 @@ class ShardEngine:
 
     engine: SimEngine
     bucket: int = 0
-    running_trajectories: dict[SimTrajectory, None] = field(
-        default_factory=dict
-    )  # turns in progress, oldest first
+    # turns in progress, oldest first
+    running_trajectories: dict[SimTrajectory, None] = field(default_factory=dict)
     assigned_count: int = 0  # trajectories with a slot there
     _load: EngineLoad = field(init=False, repr=False, default=EngineLoad("", 1, 0, -1))
 

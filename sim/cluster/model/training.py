@@ -166,9 +166,8 @@ class SimTraining:
         self._max_staleness, self._steps = max_staleness, steps
         self._switch_s = switch_s
         self._admitted_groups = self._next_group = self._next_prompt = 0
-        self._requeued_prompts: deque[tuple[int, int]] = (
-            deque()
-        )  # requeued prompts, with the number of passes
+        # requeued prompts, with the number of passes
+        self._requeued_prompts: deque[tuple[int, int]] = deque()
         self._open_groups: dict[int, SimGroup] = {}
         self._ready_groups: dict[int, SimGroup] = {}
         self._since_s = event_queue.now_s  # start of its training, or of its wait

@@ -73,9 +73,8 @@ def compute_fates(final_state: FinalState) -> tuple[set[int], dict[int, list[str
             opened, ends = set(), {}
         elif kind == "lineage":
             for group, hows in ends.items():
-                lost_through = fields.get(
-                    "lost_through", 0
-                )  # an older checkpoint does not contain its groups
+                # an older checkpoint does not contain its groups
+                lost_through = fields.get("lost_through", 0)
                 is_lost = any(
                     _is_later_step(how, fields["version"]) and not _is_later_step(how, lost_through)
                     for how in hows

@@ -36,17 +36,15 @@ class FinalState:
 
     name: str = ""
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # of Redis' stream
-    history: list[tuple[str, dict[str, Any]]] = field(
-        default_factory=list
-    )  # and those that Redis has lost
+    # and those that Redis has lost
+    history: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     job_row: dict[str, str] = field(default_factory=dict)
     group_rows: dict[int, dict[str, str]] = field(default_factory=dict)  # groups, by number
     groups_by_state: dict[str, list[int]] = field(default_factory=dict)
     leases: list[str] = field(default_factory=list)  # names of leases still held
     trained_groups: dict[tuple[int, int, int], ObservedGroup] = field(default_factory=dict)
-    unreadable_groups: set[tuple[int, int, int]] = field(
-        default_factory=set
-    )  # as in `trained_groups`: unreadable
+    # as in `trained_groups`: unreadable
+    unreadable_groups: set[tuple[int, int, int]] = field(default_factory=set)
     chunks: dict[str, bytes] = field(default_factory=dict)
     ledgers: dict[str, bytes] = field(default_factory=dict)
     checkpoints: list[str] = field(default_factory=list)

@@ -46,16 +46,13 @@ class EmulatedWorkload:
     groups_per_step: int = 4
     group_size: int = 6
     turns: int = 1
-    median_tokens: LinearDrift = field(
-        default_factory=lambda: LinearDrift(30.0, 30.0)
-    )  # tokens of a turn
-    log_sigma: LinearDrift = field(
-        default_factory=lambda: LinearDrift(0.6, 0.6)
-    )  # standard deviation of their logarithm
+    # tokens of a turn
+    median_tokens: LinearDrift = field(default_factory=lambda: LinearDrift(30.0, 30.0))
+    # standard deviation of their logarithm
+    log_sigma: LinearDrift = field(default_factory=lambda: LinearDrift(0.6, 0.6))
     tool_s: LinearDrift = field(default_factory=lambda: LinearDrift(0.0, 0.0))  # after every turn
-    equal_reward_share: LinearDrift = field(
-        default_factory=lambda: LinearDrift(0.0, 0.0)
-    )  # share of groups without variance, which are not trained
+    # share of groups without variance, which are not trained
+    equal_reward_share: LinearDrift = field(default_factory=lambda: LinearDrift(0.0, 0.0))
     engine_speed: str = "200/8/4000"
     training_speed: str = "300/500"
     bin_tokens: int = 96  # a longer trajectory has its own bin

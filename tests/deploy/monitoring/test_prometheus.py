@@ -76,7 +76,9 @@ def test_each_alert_is_tested_firing_and_silent() -> None:
 def test_alert_has_severity_action_and_runbook(name: str) -> None:
     rule = alerts()[name]
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
-    assert re.search(r"`meshrl |Free disk space|Look |Start |algorithm\.", rule["annotations"]["summary"])
+    assert re.search(
+        r"`meshrl |Free disk space|Look |Start |algorithm\.", rule["annotations"]["summary"]
+    )
     file, _, anchor = rule["annotations"]["runbook"].partition("#")
     titles = re.findall(r"^#+ (.+)$", (ROOT / file).read_text(), re.M)
     assert anchor in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}

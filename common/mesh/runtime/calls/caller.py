@@ -192,11 +192,7 @@ class Caller:
     # ------------------------------------------------------------ streams
 
     def open_stream(
-        self,
-        route: Route,
-        method: Stream[Any, R],
-        body: Frame,
-        buffers: Sequence[Frame],
+        self, route: Route, method: Stream[Any, R], body: Frame, buffers: Sequence[Frame]
     ) -> IncomingStream[R]:
         """Open a stream and return its reading end at once.
 

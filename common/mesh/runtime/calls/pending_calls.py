@@ -61,12 +61,7 @@ class IncomingStream(AsyncIterator[R], Generic[R]):
     """
 
     def __init__(
-        self,
-        caller: Caller,
-        call_id: int,
-        route: Route,
-        method: Stream[Any, R],
-        now: float,
+        self, caller: Caller, call_id: int, route: Route, method: Stream[Any, R], now: float
     ) -> None:
         self.call_id, self.route, self.method = call_id, route, method
         self.wait_started_at = self.last_frame_at = (

@@ -160,9 +160,8 @@ def merge_lengths(shards: Sequence[LengthQuantiles]) -> LengthQuantiles | None:
 class Measurements:
     """Work measurements of a job's live processes."""
 
-    work_by_process: Mapping[str, MeasuredWork] = field(
-        default_factory=dict
-    )  # by process and incarnation
+    # by process and incarnation
+    work_by_process: Mapping[str, MeasuredWork] = field(default_factory=dict)
     curves: tuple[DecodeCurve, ...] = ()  # one for each engine that has one
     lengths: LengthQuantiles | None = None  # of all shards together
     # costs of a mixture, measured by ranks, by the name of the accelerator kind

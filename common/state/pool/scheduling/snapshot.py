@@ -75,9 +75,8 @@ class PoolSnapshot:
     hosts: tuple[PoolHost, ...] = ()
     requests: tuple[PoolRequest, ...] = ()  # in the order of submission
     moves: tuple[Move, ...] = ()
-    evictable_services: frozenset[str] = (
-        frozenset()
-    )  # shards and sandboxes that can stop without loss of work
+    # shards and sandboxes that can stop without loss of work
+    evictable_services: frozenset[str] = frozenset()
     settings: PoolSettings = field(default_factory=PoolSettings)
     gangs_formed: int = 0  # so far: the next one is g<gangs_formed>
     up_since_ms: int = 0  # start time of the mesh

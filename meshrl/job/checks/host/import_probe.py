@@ -26,11 +26,7 @@ CALL_SIGNATURES = {
     "environment": ((), "def {name}():", "an environment factory"),
     "reward": ((None, None), "def {name}(row, turns):", "a reward"),
     "tool": ((None,), "def {name}(input):", "a tool"),
-    "demonstrations": (
-        (None, 0.0),
-        "def {name}(random, progress):",
-        "a source of demonstrations",
-    ),
+    "demonstrations": ((None, 0.0), "def {name}(random, progress):", "a source of demonstrations"),
 }
 
 

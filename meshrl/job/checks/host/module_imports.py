@@ -183,8 +183,7 @@ class _ImportProbe:
                     where = self._describe_position(process, log)
                     limit = f"the limit is {self._timeout_s:g} s"
                     print(
-                        f"{self.current_action} is still running{where}; {limit}",
-                        file=sys.stderr,
+                        f"{self.current_action} is still running{where}; {limit}", file=sys.stderr
                     )
 
     @property

@@ -81,8 +81,7 @@ def check_pool(job: JobFile) -> None:
     floor = count_time_sliced_floor(derive_requirements(job.config.to_document()))
     if most and most < least:
         raise job.make_error(
-            "pool.workers.most",
-            f"pool.workers.most = {most} is below pool.workers.least = {least}",
+            "pool.workers.most", f"pool.workers.most = {most} is below pool.workers.least = {least}"
         )
     if most and most < floor:
         raise job.make_error(

@@ -27,9 +27,8 @@ from meshrl.common.base.files import documents
 from meshrl.common.state.redis import embedded_server
 
 VALIDITY = datetime.timedelta(days=3650)
-RENEWAL_MARGIN = datetime.timedelta(
-    days=365
-)  # an authority that ends sooner is replaced at a start
+# an authority that ends sooner is replaced at a start
+RENEWAL_MARGIN = datetime.timedelta(days=365)
 CLOCK_SKEW = datetime.timedelta(days=1)  # by which clocks of hosts may differ
 
 CA_FILE, CA_KEY_FILE = embedded_server.CA_FILE_NAME, "authority-key.pem"  # in the mesh's directory

@@ -9,9 +9,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_RELATIVE_ERROR = Fraction(
-    1, 10**6
-)  # of two numbers in scientific notation: as six decimals of any other
+# of two numbers in scientific notation: as six decimals of any other
+MAX_RELATIVE_ERROR = Fraction(1, 10**6)
 EXPONENT = 5_000  # largest power of ten that is computed
 TIMES = r"(?:\\times|\\cdot|\*)"
 POWER = r"10\s*\^\s*(?:\{\s*([+-]?\d{1,4})\s*\}|([+-]?\d{1,4}))"

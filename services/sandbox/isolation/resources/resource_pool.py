@@ -57,9 +57,8 @@ class JailResourcePool:
             scratch_on_disk,
         )
         self._free_cgroups: deque[Cgroup] = deque()
-        self.free_user_indices = deque(
-            users.available_indices()
-        )  # without a jail, longest unused first
+        # without a jail, longest unused first
+        self.free_user_indices = deque(users.available_indices())
         self._created_cgroups: list[Cgroup] = []
         self._scratch_to_remove: list[str] = []  # scratch directories to be removed
 

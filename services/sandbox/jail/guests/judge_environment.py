@@ -13,9 +13,8 @@ import sys
 import types
 from typing import Any
 
-MAIN_STACK_BYTES = (
-    120 << 20
-)  # bytes of the main thread's stack; the kernel leaves 128 MiB free below it
+# bytes of the main thread's stack; the kernel leaves 128 MiB free below it
+MAIN_STACK_BYTES = 120 << 20
 THREAD_STACK_DIVISOR = 2  # of a jail's memory, which the stack of one thread may claim
 SOLUTION_CLASS = "Solution"
 _streams: list[Any] = []  # buffer of standard output for large outputs, and the usual one

@@ -284,9 +284,8 @@ class _PlaceholderMeta(type):
 
     @property
     def __test__(cls) -> bool:
-        return "_is_placeholder" not in vars(
-            cls
-        )  # a placeholder is not a test, but a test may inherit from it
+        # a placeholder is not a test, but a test may inherit from it
+        return "_is_placeholder" not in vars(cls)
 
     def __getattr__(cls, name: str) -> Any:
         return _get_attribute(name)

@@ -67,9 +67,8 @@ class FileSync:
                 raise ValueError("a file is outside of the scratch directory")
             if content is None:
                 self._content_hashes.pop(name, None)
-                with contextlib.suppress(
-                    OSError
-                ):  # it is missing, or a directory with files of this side
+                # it is missing, or a directory with files of this side
+                with contextlib.suppress(OSError):
                     (os.rmdir if name.endswith("/") else os.unlink)(path.rstrip("/"))
             elif name.endswith("/"):
                 os.makedirs(path, exist_ok=True)

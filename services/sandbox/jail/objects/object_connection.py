@@ -193,10 +193,7 @@ class ObjectConnection:
     def request(self, operation: str, number: int, *arguments: Any) -> Any:
         """Send an operation and return the answer; the other side's exceptions are raised here."""
         codec = self.create_codec()
-        context = {
-            "live": self._shared_containers.collect_changes(codec),
-            **self._build_context(),
-        }
+        context = {"live": self._shared_containers.collect_changes(codec), **self._build_context()}
         packed = [codec.pack(argument) for argument in arguments]
         self._request_count += 1
         self.has_used_solution = self.has_used_solution or operation not in ("get", "names")

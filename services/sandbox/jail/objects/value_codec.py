@@ -126,11 +126,7 @@ class MessageCodec:
             return ["type", NAMES_BY_TYPE[value]]
         key = find_library_type(value)
         if key is not None:
-            return [
-                "of",
-                *key,
-                [self.pack(part, depth + 1) for part in LIBRARY_TYPES[key](value)],
-            ]
+            return ["of", *key, [self.pack(part, depth + 1) for part in LIBRARY_TYPES[key](value)]]
         for name, single in SINGLE.items():
             if value is single:
                 return ["single", name]

@@ -6,9 +6,8 @@ import sys
 from typing import Any
 
 DEPTH = 200  # nesting of one value
-MAX_PLAIN_INT = (
-    1 << 63
-)  # integers beyond it cross as hexadecimal digits, which are read in linear time
+# integers beyond it cross as hexadecimal digits, which are read in linear time
+MAX_PLAIN_INT = 1 << 63
 PLAIN_TYPES = {bool, float, str, type(None)}  # unchanged
 INT_KEY = "\0int"  # the key of such an integer; no other key begins with that character
 
