@@ -30,17 +30,17 @@ class TestForkServer:
     __test__ = False
 
     def __init__(self) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="meshrl-nursery-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="meshrl-fork-")
         self._child: SystemChild | None = None
 
     def start(self) -> None:
         """Returns at once: until it listens, processes are executed."""
         if FORK_SERVER_ENV in os.environ:
             return
-        socket = Path(self._scratch.name) / "nursery"
+        socket = Path(self._scratch.name) / "fork-server"
         self._child = SystemHost().spawn(
             service_plan.build_fork_server_command(socket),
-            name="nursery",
+            name="fork-server",
             env={FORK_SERVER_ENV: FORK_SERVER_OFF, "OMP_NUM_THREADS": "1"},
             options=SpawnOptions(own_session=True),
         )
@@ -51,10 +51,10 @@ class TestForkServer:
 
         It is a fork of the fork server that this process's environment names.
         """
-        socket = Path(self._scratch.name) / "nursery"
+        socket = Path(self._scratch.name) / "fork-server"
         self._child = SystemHost().spawn(
             service_plan.build_fork_server_command(socket),
-            name="nursery",
+            name="fork-server",
             options=SpawnOptions(own_session=True),
         )
         wait_until_listening(self._child, socket)
@@ -77,6 +77,6 @@ def wait_until_listening(child: SystemChild, socket: Path) -> None:
     """
     until = time.monotonic() + scaled(LISTENS_S)
     while not socket.exists():
-        assert child.poll() is None, f"the nursery that was to listen at {socket} has ended"
-        assert time.monotonic() < until, f"no nursery listens at {socket}"
+        assert child.poll() is None, f"the fork server that was to listen at {socket} has ended"
+        assert time.monotonic() < until, f"no fork server listens at {socket}"
         time.sleep(0.02)

@@ -40,9 +40,9 @@ UP_S = 120.0
 UNREGISTERED = {
     "redis-server": "redis",
     "valkey": "redis",
-    "module:meshrl.common.mesh.process.forking.fork_server": "nursery",
+    "module:meshrl.common.mesh.process.forking.fork_server": "fork-server",
 }
-WITHOUT_LEASE = ("environment", "nursery", "redis")
+WITHOUT_LEASE = ("environment", "fork-server", "redis")
 WAITED_FOR = ("engine", "trainer", "rollout", "sandbox", "weights", "environment", "redis")
 
 

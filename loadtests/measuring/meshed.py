@@ -99,7 +99,7 @@ def _listens(path: Path) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def own_nursery(
+async def start_fork_server(
     host: SystemHost,
     folder: Path,
     name: str,
@@ -111,7 +111,7 @@ async def own_nursery(
     socket = folder / name
     argv = [sys.executable, "-m", "meshrl.common.mesh.process.forking.fork_server", str(socket)]
     environ[FORK_SERVER_ENV] = FORK_SERVER_OFF
-    child = host.spawn([*argv, *modules], name="nursery", env=environ, options=how)
+    child = host.spawn([*argv, *modules], name="fork-server", env=environ, options=how)
     try:
         async with asyncio.timeout(START_S):
             while not socket.exists():

@@ -26,7 +26,7 @@ LOOK_S = 0.02  # how soon a commit is seen; a step takes half a second or more
 START_S = 120.0  # until Redis is there; native code may have to be compiled before
 RUN_S = 900.0
 STOP_S = 60.0
-NURSERY = "nursery"
+FORK_SERVER = "fork-server"
 MOST_CORES = 1.6  # of two; above, processes wait for a core, and paces are not kept
 _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq: columns of /proc/stat
 _STEAL = 7
@@ -74,8 +74,8 @@ class Meter:
                 with process.oneshot():
                     times = process.cpu_times()
                     key = (process.pid, process.create_time())
-                    kind = self._known[key][0] if key in self._known else NURSERY
-                    if kind == NURSERY:  # or its newest fork
+                    kind = self._known[key][0] if key in self._known else FORK_SERVER
+                    if kind == FORK_SERVER:  # or its newest fork
                         kind = kind_of(process)
                 self._known[key] = (kind, times.user + times.system)
             except psutil.Error:
@@ -103,7 +103,7 @@ def kind_of(process: psutil.Process) -> str:
     """Return the kind of a process by its command: engine, trainer, rollout, environment, ..."""
     line = " ".join(process.cmdline())
     for mark, kind in (
-        ("meshrl.common.mesh.process.forking.fork_server", NURSERY),
+        ("meshrl.common.mesh.process.forking.fork_server", FORK_SERVER),
         ("meshrl.services.engine", "engine"),
         ("meshrl.services.trainer", "trainer"),
         ("meshrl.services.environment", "environment"),

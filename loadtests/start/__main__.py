@@ -31,7 +31,7 @@ def main() -> None:
     parser = options(
         __doc__,
         repeats=(3, "starts of each kind, each way"),
-        starts=(1000, "through one nursery"),
+        starts=(1000, "through one fork server"),
         trials=(80, "in which somebody dies"),
     )
     parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(PARTS)}; none: all")

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from loadtests.start.nursed import left, nursery, starting
+from loadtests.start.fork_server import fork_server, left, starting
 from meshrl.common.mesh.process.child_handle import SystemChild
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.process.spawning import SpawnOptions
@@ -87,7 +87,7 @@ def descriptors(*pids: int) -> int:
 async def churned(folder: Path, starts: int) -> dict[str, Any]:
     host, mark = SystemHost(), uuid.uuid4().hex
     churn = Churn(host, mark, folder)
-    async with nursery(host, folder) as (socket, process):
+    async with fork_server(host, folder) as (socket, process):
         with starting(socket):
             await churn.run(WARM)
             await asyncio.sleep(SETTLE_S)

@@ -1,7 +1,7 @@
 """Test for orphans after an owner or the fork server is killed at a random moment of a start.
 
 Owners start processes that wait, have stopped themselves, or hold the interpreter's lock. An owner
-gets SIGKILL, or SIGSTOP and then SIGKILL; or the nursery does, and the owner, which is this
+gets SIGKILL, or SIGSTOP and then SIGKILL; or the fork server does, and the owner, which is this
 process, must see how each of its processes ended; or both get SIGKILL.
 """
 
@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from loadtests.measuring.meshed import own_nursery
-from loadtests.start.nursed import LOOK_S, left, nursery, starting
+from loadtests.measuring.meshed import start_fork_server
+from loadtests.start.fork_server import LOOK_S, fork_server, left, starting
 from loadtests.start.owner import IN_THE_WAY
 from meshrl.common.mesh.process.child_handle import UNKNOWN_EXIT_STATUS, SystemChild
 from meshrl.common.mesh.process.forking.fork_client import ANSWER_TIMEOUT_S, FORK_SERVER_ENV
@@ -36,7 +36,7 @@ STOPPED_S = 0.3  # of an owner, before it is killed
 WITHIN_S = 10.0  # for nothing to be left
 BEGIN_S = 60.0
 LITTLE = "meshrl.common.mesh.process.host"  # imported by a small fork server
-HOWS = ("kill", "stop", "nursery", "both")
+HOWS = ("kill", "stop", "fork-server", "both")
 
 
 @dataclass
@@ -50,21 +50,21 @@ class OrphanResult:
 class Trials:
     """Concurrent trials; those that kill a fork server have a small one of their own."""
 
-    def __init__(self, host: SystemHost, folder: Path, nursery: str) -> None:
-        self._host, self._folder, self._nursery = host, folder, nursery
+    def __init__(self, host: SystemHost, folder: Path, fork_server: str) -> None:
+        self._host, self._folder, self._fork_server = host, folder, fork_server
         self.found = OrphanResult()
 
     async def one(self, how: str, seed: int) -> None:
         chance, mark = random.Random(f"{how}{seed}"), uuid.uuid4().hex
         if how in ("kill", "stop"):
-            await self._owner(self._nursery, mark, seed, chance, how, 0)
+            await self._owner(self._fork_server, mark, seed, chance, how, 0)
         else:
             # The mark is the socket's name, so that the fork server belongs to its trial.
-            async with own_nursery(self._host, self._folder, mark, LITTLE) as (socket, small):
+            async with start_fork_server(self._host, self._folder, mark, LITTLE) as (socket, small):
                 if how == "both":
                     await self._owner(socket, mark, seed, chance, how, small.pid)
                 else:
-                    await self._nursery_dies(socket, mark, chance, small.pid)
+                    await self._kill_fork_server(socket, mark, chance, small.pid)
         remain = await left(mark, WITHIN_S)
         self.found.trials += 1
         self.found.orphans += len(remain)
@@ -75,13 +75,13 @@ class Trials:
                 os.kill(pid, signal.SIGKILL)
 
     async def _owner(
-        self, nursery: str, mark: str, seed: int, chance: random.Random, how: str, pid: int
+        self, fork_server: str, mark: str, seed: int, chance: random.Random, how: str, pid: int
     ) -> None:
         """Start an owner in another process, which dies at a random moment."""
         owner = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "loadtests.start.owner", str(CHILDREN), str(seed)),
             stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {FORK_SERVER_ENV: nursery, "MESHRL_TRIAL": mark},
+            env=os.environ | {FORK_SERVER_ENV: fork_server, "MESHRL_TRIAL": mark},
         )
         assert owner.stdout is not None
         async with asyncio.timeout(BEGIN_S):
@@ -99,14 +99,16 @@ class Trials:
             while owner.returncode is None:
                 await asyncio.sleep(0.02)
 
-    async def _nursery_dies(self, nursery: str, mark: str, chance: random.Random, pid: int) -> None:
+    async def _kill_fork_server(
+        self, fork_server: str, mark: str, chance: random.Random, pid: int
+    ) -> None:
         """Kill the fork server at a random moment; every process of ours must end and report its
         exit.
         """
         fault = threading.Timer(chance.uniform(0.0, MOMENTS_S), os.kill, (pid, signal.SIGKILL))
         fault.start()
         children: list[SystemChild] = []
-        with starting(nursery):
+        with starting(fork_server):
             for _ in range(CHILDREN):
                 began = time.perf_counter()
                 how = chance.choice(IN_THE_WAY)
@@ -132,7 +134,7 @@ async def orphans(folder: Path, trials: int) -> dict[str, Any]:
     report.
     """
     host = SystemHost()
-    async with nursery(host, folder) as (socket, process):
+    async with fork_server(host, folder) as (socket, process):
         found = Trials(host, folder, socket)
         numbers = iter(range(trials))
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from loadtests.measuring.meshed import START_S, meshed
 from loadtests.measuring.processes import cpu_s
-from loadtests.start.nursed import nursery, starting
+from loadtests.start.fork_server import fork_server, starting
 from loadtests.trainer import digits
 from meshrl.common.base.host.settings import SETTINGS_ENV
 from meshrl.common.job.bundle.job_data import JobData
@@ -54,7 +54,7 @@ STEP_S = 30.0
 class Started:
     ready_s: float
     cpu_s: float
-    nursery_cpu_s: float = 0.0
+    fork_server_cpu_s: float = 0.0
 
 
 def a_worker_of(mesh: Mesh) -> WorkerContext:
@@ -70,9 +70,9 @@ def a_worker_of(mesh: Mesh) -> WorkerContext:
 class Starts:
     """Starts processes of each kind, one at a time, and ends them again."""
 
-    def __init__(self, mesh: Mesh, directory: Path, nursery_pid: int) -> None:
+    def __init__(self, mesh: Mesh, directory: Path, fork_server_pid: int) -> None:
         self._mesh, self._logs = mesh, directory / "logs"
-        self._nursery = nursery_pid
+        self._fork_server = fork_server_pid
         self._jobs: dict[str, JobData] = {}
         self._services = Supervisor(mesh.host, mesh.clock)
         self.kinds: dict[str, Callable[[], Awaitable[Started]]] = {
@@ -132,7 +132,7 @@ class Starts:
         self, name: str, start: Callable[[], Awaitable[Any]], pid: Callable[[], int]
     ) -> Started:
         """Measure until `name` is ready in the registry; a service is ready once registered."""
-        nursing, began = cpu_s(self._nursery), time.perf_counter()
+        nursing, began = cpu_s(self._fork_server), time.perf_counter()
         await start()
         async with asyncio.timeout(START_S):
             while True:
@@ -141,7 +141,7 @@ class Starts:
                     break
                 await asyncio.sleep(LOOK_S)
         used = cpu_s(pid())
-        return Started(time.perf_counter() - began, used, cpu_s(self._nursery) - nursing)
+        return Started(time.perf_counter() - began, used, cpu_s(self._fork_server) - nursing)
 
     async def _environment(self) -> Started:
         """Measure until the environment has answered its first operation."""
@@ -153,10 +153,10 @@ class Starts:
             STEP_S,
         )
         try:
-            nursing, began = cpu_s(self._nursery), time.perf_counter()
+            nursing, began = cpu_s(self._fork_server), time.perf_counter()
             await process.submit((1, "begin", {"prompt": "1+1="}))
             took, used = time.perf_counter() - began, cpu_s(process.pid)
-            return Started(took, used, cpu_s(self._nursery) - nursing)
+            return Started(took, used, cpu_s(self._fork_server) - nursing)
         finally:
             await process.close()
 
@@ -172,7 +172,7 @@ async def opened(folder: Path) -> AsyncIterator[tuple[Starts, str]]:
         (directory / "mesh").mkdir()
         mesh.settings.to_file(directory / "mesh" / "settings.json")
         os.environ[SETTINGS_ENV] = str(directory / "mesh" / "settings.json")
-        async with nursery(mesh.host, directory) as (socket, process):
+        async with fork_server(mesh.host, directory) as (socket, process):
             starts = Starts(mesh, directory, process.pid)
             try:
                 with starting(socket):
@@ -211,5 +211,5 @@ async def measured(folder: Path, repeats: int, only: list[str]) -> dict[str, Any
             ("spawned_cpu_s", "spawned_cpu_s"),
         )
     }
-    births = [x.nursery_cpu_s for found in forked.values() for x in found]
-    return figures | {"nursery_cpu_s_per_start": median(births)}
+    births = [x.fork_server_cpu_s for found in forked.values() for x in found]
+    return figures | {"fork_server_cpu_s_per_start": median(births)}

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtests.measuring.meshed import ROOT, START_S, own_nursery, redis
+from loadtests.measuring.meshed import ROOT, START_S, redis, start_fork_server
 from loadtests.weights.network import Links
 from meshrl.common.api.weights import STORE_NAME
 from meshrl.common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
@@ -150,8 +150,10 @@ class Scene:
             self._url = opened.enter_context(redis(self.directory))
             if FORK_SERVER_ENV not in os.environ:  # else a test's run or a caller has one
                 about: dict[str, Any] = {"how": SpawnOptions(own_session=True), **ENVIRON}
-                nursery = own_nursery(self._host, self.directory, "nursery", *FORKED, **about)
-                os.environ[FORK_SERVER_ENV], _ = await opened.enter_async_context(nursery)
+                fork_server = start_fork_server(
+                    self._host, self.directory, "fork-server", *FORKED, **about
+                )
+                os.environ[FORK_SERVER_ENV], _ = await opened.enter_async_context(fork_server)
                 opened.callback(os.environ.pop, FORK_SERVER_ENV)
             self.state = await StateClient.open(self._url)
             opened.push_async_callback(self.state.close)

@@ -46,7 +46,7 @@ class MeshPaths:
     redis_directory = _MeshFile("redis")
     redis_note = _MeshFile("redis-note.json")  # progress of Redis at the launcher's last check
     logs = _MeshFile("logs")
-    fork_server_socket = _MeshFile("nursery")  # its socket
+    fork_server_socket = _MeshFile("fork")  # its socket
     lock = _MeshFile("lock")
     root_marker = _MeshFile("launcher.json")  # root process: `{pid, start_time, ready, end_s}`
     # exists when a host's root process must leave the mesh at its end

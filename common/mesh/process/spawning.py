@@ -147,13 +147,13 @@ class Spawner:
 
     def _fork(self, start: SpawnRequest, descriptors: Mapping[str, int]) -> ForkedProcess | None:
         """Fork the process by the fork server; return None if it is unavailable."""
-        nursery = start.fork_server
-        if nursery is None or time.monotonic() < self._fork_server_retry_at:
+        fork_server = start.fork_server
+        if fork_server is None or time.monotonic() < self._fork_server_retry_at:
             return None
         here = os.open(".", os.O_PATH | os.O_DIRECTORY)
         try:
             passed = {"cwd": here, **descriptors}
-            return ForkedProcess.request(nursery, start.make_fork_request(list(passed)), passed)
+            return ForkedProcess.request(fork_server, start.make_fork_request(list(passed)), passed)
         except ForkUnavailable as error:
             if isinstance(error.__cause__, TimeoutError):
                 self._fork_server_retry_at = time.monotonic() + FORK_SERVER_RETRY_S

@@ -30,7 +30,7 @@ RUN_S = 1200.0
 LOOK_S = 0.1  # between two polls of the memory of all processes
 LAYER_BYTES = 4 * (4 * 1024 * 1024 + 3 * 1024 * 4096)  # of MODEL, in float32
 RANKS, STEPS = 2, 2
-APART = ("engine", "hybrid", "nursery")  # who hold a version whole by what they are
+APART = ("engine", "hybrid", "fork-server")  # who hold a version whole by what they are
 
 
 async def changed(plan: Plan) -> Arm:

@@ -53,10 +53,10 @@ class MeshForkServer(SupervisorHooks):
         self._is_disabled = bool(inherited_socket)
         self.environment = {FORK_SERVER_ENV: inherited_socket or str(self._socket.resolve())}
         spec = ChildSpec(
-            "nursery",
+            "fork-server",
             service_plan.build_fork_server_command(self._socket),
             env={**environment, FORK_SERVER_ENV: FORK_SERVER_OFF},
-            log=mesh_paths.log_path("nursery"),
+            log=mesh_paths.log_path("fork-server"),
             budget=budget,
             own_session=True,
         )
@@ -94,7 +94,7 @@ class MeshForkServer(SupervisorHooks):
         silent: tuple[int, int] = (0, 0)  # pid, silences in a row
         while True:
             await self._clock.sleep(CHECK_INTERVAL_S)
-            child = self.supervisor.children.get("nursery")
+            child = self.supervisor.children.get("fork-server")
             if child is None or not self._socket.exists():
                 continue
             has_answered = await self._is_answering(child)

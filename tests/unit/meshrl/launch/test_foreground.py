@@ -134,10 +134,10 @@ async def test_stop_signal_hides_later_errors_of_the_start(
             stop.set()
             await asyncio.sleep(3600)
         finally:
-            raise NotFound("the nursery is gone")
+            raise NotFound("the fork server is gone")
 
     assert not await start_unless_stopped(start(), stop)
-    assert "the nursery is gone" in capsys.readouterr().err
+    assert "the fork server is gone" in capsys.readouterr().err
     assert report_error_after_stop(Refused("no"), stop) == EXIT_OK
     with pytest.raises(Refused):
         report_error_after_stop(Refused("no"), asyncio.Event())

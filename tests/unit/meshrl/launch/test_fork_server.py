@@ -72,9 +72,9 @@ async def test_fork_server_preloads_modules_and_starts_no_threads(
     await mine.start()
     try:
         await mine.wait_until_listening()
-        pid = mine.supervisor.children["nursery"].pid
+        pid = mine.supervisor.children["fork-server"].pid
         assert len(os.listdir(f"/proc/{pid}/task")) == 1
-        log = str(tmp_path / "mesh/logs/nursery.log")
+        log = str(tmp_path / "mesh/logs/fork-server.log")
         # Death signal of its owner, wakeup pipe (both ends), socket, selector: when it serves,
         # a moment after it is found.
         wanted = sorted(["anon_inode", "pipe", "pipe", "pipe", "socket", "/dev/null", log, log])
@@ -107,7 +107,7 @@ async def test_fork_server_is_restarted_and_its_processes_survive(
     mine = make_fork_server(tmp_path)
     await mine.start()
     await mine.wait_until_listening()
-    first = mine.supervisor.children["nursery"].pid
+    first = mine.supervisor.children["fork-server"].pid
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(60)")
     env = {**mine.environment, "PYTHONPATH": str(tmp_path)}
 
@@ -126,8 +126,8 @@ async def test_fork_server_is_restarted_and_its_processes_survive(
     os.kill(first, signal.SIGKILL)
     await until(lambda: not read_start_time(first))
     assert read_start_time(pid)
-    await until(lambda: mine.supervisor.children.get("nursery") is not None)
-    os.kill(await fork_child(mine.supervisor.children["nursery"].pid), signal.SIGKILL)
+    await until(lambda: mine.supervisor.children.get("fork-server") is not None)
+    os.kill(await fork_child(mine.supervisor.children["fork-server"].pid), signal.SIGKILL)
     await mine.stop(5.0)
     assert read_start_time(pid)
     os.kill(pid, signal.SIGKILL)
@@ -148,12 +148,12 @@ async def test_stopped_fork_server_is_replaced_and_its_exit_is_reported(
     )
     await mine.start()
     await mine.wait_until_listening()
-    first = mine.supervisor.children["nursery"].pid
+    first = mine.supervisor.children["fork-server"].pid
     assert is_answering(MeshPaths(tmp_path).fork_server_socket)
     os.kill(first, signal.SIGSTOP)
     await until(lambda: not read_start_time(first))
     await until(lambda: is_answering(MeshPaths(tmp_path).fork_server_socket))
-    assert told == ["nursery"]
+    assert told == ["fork-server"]
     await mine.stop(5.0)
 
 
@@ -166,8 +166,8 @@ async def test_fork_server_that_does_not_start_is_replaced_by_normal_starts(
     await mine.start()
     await mine.wait_until_listening()
     output = capsys.readouterr().err
-    assert "no fork server" in output and "nursery.log" in output
-    assert "ModuleNotFoundError" in (tmp_path / "mesh/logs/nursery.log").read_text()
+    assert "no fork server" in output and "fork-server.log" in output
+    assert "ModuleNotFoundError" in (tmp_path / "mesh/logs/fork-server.log").read_text()
     await mine.stop(5.0)
 
 

@@ -25,7 +25,7 @@ def open_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     children: list[SystemChild] = []
 
     def start(*modules: str) -> SystemChild:
-        socket = tmp_path / f"nursery-{len(children)}"
+        socket = tmp_path / f"fork-{len(children)}"
         child = SystemHost().spawn(
             [
                 sys.executable,
@@ -34,9 +34,9 @@ def open_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
                 str(socket),
                 *modules,
             ],
-            name="nursery",
+            name="fork-server",
             env={FORK_SERVER_ENV: FORK_SERVER_OFF},
-            log=tmp_path / "nursery.log",
+            log=tmp_path / "fork-server.log",
             options=SpawnOptions(own_session=True),
         )
         children.append(child)

@@ -342,7 +342,7 @@ async def test_fork_server_path_may_be_long(
     directory.mkdir(parents=True)
     fork_server = SystemHost().spawn(
         python_argv("meshrl.common.mesh.process.forking.fork_server", str(directory / "socket")),
-        name="nursery",
+        name="fork-server",
         options=SpawnOptions(own_session=True),
     )
     monkeypatch.setenv(FORK_SERVER_ENV, str(directory / "socket"))
@@ -355,7 +355,7 @@ async def test_fork_server_path_may_be_long(
 def test_socket_appears_at_its_path_only_once_it_listens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "nursery"
+    path = tmp_path / "fork-server"
     path.touch()  # left by an earlier server
 
     class Listener(socket.socket):
@@ -423,7 +423,7 @@ async def test_fork_server_rejects_imports_that_start_threads(tmp_path: Path) ->
         python_argv(
             "meshrl.common.mesh.process.forking.fork_server", str(tmp_path / "socket"), "threaded"
         ),
-        name="nursery",
+        name="fork-server",
         env=env,
         log=log,
     )

@@ -115,7 +115,7 @@ OWNERS = {"trainer/a": "a", "trainer/b": "b"}
 
 def make_cpu_times(**cpu_s: float) -> list[ProcessCpuTime]:
     """Make CPU times of processes whose keys give their names."""
-    names = {"a": "trainer/a", "b": "trainer/b", "redis": "redis", "fork": "nursery"}
+    names = {"a": "trainer/a", "b": "trainer/b", "redis": "redis", "fork": "fork-server"}
     return [ProcessCpuTime(key, names[key], seconds) for key, seconds in cpu_s.items()]
 
 
@@ -165,9 +165,9 @@ def test_jobs_share_only_common_processes() -> None:
 def test_forked_process_of_another_job_is_subtracted() -> None:
     a = JobUsage()
     a.update_processes(make_cpu_times(fork=3.0, redis=1.0), OWNERS, "a", job_count=1)
-    assert a.sum_cpu_by_name() == {"nursery": 3.0, "redis": 1.0}
+    assert a.sum_cpu_by_name() == {"fork-server": 3.0, "redis": 1.0}
     a.update_processes([ProcessCpuTime("fork", "trainer/b", 4.0)], OWNERS, "a", job_count=2)
-    assert a.sum_cpu_by_name() == {"nursery": 0.0, "redis": 1.0}
+    assert a.sum_cpu_by_name() == {"fork-server": 0.0, "redis": 1.0}
 
 
 def test_owner_job_comes_from_process_name_or_stats() -> None:

@@ -61,16 +61,16 @@ def starting(how: str) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def nursery(host: Host, root: Path) -> AsyncIterator[tuple[str, ChildProcess]]:
+async def fork_server(host: Host, root: Path) -> AsyncIterator[tuple[str, ChildProcess]]:
     """Start a mesh's fork server; yield its socket and its process, which ends with the block."""
     place = MeshPaths(root)
     environment = {SETTINGS_ENV: str(place.settings), "OMP_NUM_THREADS": "1"}
     os.environ.pop(FORK_SERVER_ENV, None)  # a mesh below another one's fork server starts none
-    nursed = MeshForkServer(host, SystemClock(), place, environment, BUDGET)
-    await nursed.start()
+    fork_server = MeshForkServer(host, SystemClock(), place, environment, BUDGET)
+    await fork_server.start()
     try:
-        await nursed.wait_until_listening()
-        [process] = nursed.supervisor.children.values()
-        yield nursed.environment[FORK_SERVER_ENV], process
+        await fork_server.wait_until_listening()
+        [process] = fork_server.supervisor.children.values()
+        yield fork_server.environment[FORK_SERVER_ENV], process
     finally:
-        await nursed.stop(GRACE_S)
+        await fork_server.stop(GRACE_S)
