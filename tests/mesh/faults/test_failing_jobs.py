@@ -114,7 +114,7 @@ async def test_invalid_job_fails_with_a_reason_and_the_next_one_runs(mesh: Launc
         assert row.phase == "failed"
         for part in wanted:
             assert part in row.error, (part, row.error)
-    await submit(mesh, "unforeseen", {"rollout": {"lengths": ["x"]}})
+    await submit(mesh, "unforeseen", {"rollout": {"forced_lengths": ["x"]}})
     row = await wait_for_end(mesh, "unforeseen", ENDS_S)
     assert "rollout/unforeseen/0 exited: TypeError" in row.error
     assert "meshrl logs rollout/unforeseen/0" in row.error
@@ -168,7 +168,7 @@ def test_unscorable_rows_are_dropped_by_type_and_others_train(
     assert "reward timed out at digits.py:" in mesh.output
     rows = list(json_lines.iterate_rows(mesh.directory / "metrics.jsonl"))
     assert summary["failed_share"] > 0 and any(row["failed_share"] for row in rows)
-    documented = units("algorithms.md", "## Health of a step")
+    documented = units("use/algorithms.md", "## Health of a step")
     assert {key for row in rows for key in row} <= documented.keys()
     kinds = {failure["kind"]: failure["count"] for failure in summary["failures"]}
     assert min(kinds["reward raised"], kinds["reward timed out"]) > 0

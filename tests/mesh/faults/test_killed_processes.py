@@ -114,7 +114,7 @@ def test_role_process_killed_during_loading_is_restarted(
     assert mesh.finish() == 0, mesh.output
     assert_nothing_lost(mesh, 2)
     reports = [fields["detail"] for fields in mesh.events("actual") if fields["role"] == "training"]
-    assert any(detail.endswith("ended: signal 9") for detail in reports), reports
+    assert any(detail.endswith("exited: signal 9") for detail in reports), reports
 
 
 SILENT_S = 6.5  # longer than a lease, shorter than the timeout of Redis' restart

@@ -262,7 +262,7 @@ def test_existing_directory_and_invalid_name_are_rejected(tmp_path: Path) -> Non
     assert code == 1 and "is there already" in said
     assert [p.name for p in taken.iterdir()] == ["notes"]
     code, said = run_init(tmp_path / "a b")
-    assert code == 1 and "is not a valid job name" in said and not (tmp_path / "a b").exists()
+    assert code == 1 and "cannot be the name of a job" in said and not (tmp_path / "a b").exists()
     (tmp_path / "file").write_text("")
     code, said = run_init(tmp_path / "file/job")
     assert code == 1 and "cannot be written" in said

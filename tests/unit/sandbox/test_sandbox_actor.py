@@ -196,7 +196,7 @@ async def test_model_code_runs_in_jails_and_its_output_is_returned(bench: Sandbo
     timeout_text = f"over {wall_s:g} s of wall clock time"
     assert outcomes[4].value == {"status": "timeout", "output": f"[timeout: {timeout_text}]"}
     assert outcomes[5].value["status"] == "refused"
-    assert "takes code as a text" in outcomes[5].value["output"]
+    assert "accepts code as a text" in outcomes[5].value["output"]
     assert outcomes[6].value["exit"] == 1 and "ZeroDivisionError" in outcomes[6].value["output"]
     session_call = ToolCall(0, "j", "notebook", "x", scaled(5.0), "one")
     assert (await sandbox.call(Sandbox.run_tools, RunTools([session_call]))).outcomes[0].value[

@@ -227,7 +227,7 @@ def test_measurements_are_keyed_by_incarnation_and_use_the_gangs_accelerator() -
         [
             make_stats("rollout/j/0", "a", work=encode_work(SHARD)),
             make_stats("trainer/g1.0", "b", work=encode_work(MeasuredWork(steps=1))),
-            make_stats("engine/g0.0", "c", gang="g0", curve=CURVE.encode()),
+            make_stats("engine/g0.0", "c", gang="g0", decode_curve=CURVE.encode()),
             make_stats("engine/g2.0", "d", gang="g2"),
         ],
         {"g0": "NVIDIA H200"},

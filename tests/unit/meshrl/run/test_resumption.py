@@ -176,7 +176,7 @@ def test_directory_without_a_run_is_named(tmp_path: Path) -> None:
 @pytest.mark.deep
 def test_run_without_a_version_is_reported(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"phase": "training", "error": ""}], [])
-    with pytest.raises(NotFound, match=r"no model of .* yet: .* has no version\.") as caught:
+    with pytest.raises(NotFound, match=r"has no model yet: .* has no version\.") as caught:
         sample_model(run, "x", ModelChoice())
     assert "warm start" in caught.value.fix
     with pytest.raises(NotFound, match="no best version"):

@@ -371,4 +371,4 @@ def test_runner_is_a_tier_if_it_runs_a_program() -> None:
     broken = isolation_probe.probe_isolation(
         SandboxConfig(runner=["false"], python="/usr/bin/python3")
     )
-    assert broken.tier == "none" and "ended at its start with status 1" in broken.fix
+    assert broken.tier == "none" and "exited during its start with status 1" in broken.fix

@@ -176,7 +176,7 @@ async def test_emulated_step_takes_the_declared_time_with_equal_weights(
     assert measured_s == pytest.approx(tokens / 100.0 + 2.0, abs=1e-6)
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name])
-    assert create_emulator.late_counts == {"paced": BINS + 1, "late": 0}
+    assert create_emulator.late_counts == {"emulated_count": BINS + 1, "late_count": 0}
     began = clock.monotonic()
     await create_emulator.score(bins, "logprobs")
     assert clock.monotonic() - began == pytest.approx(tokens / 300.0, abs=1e-6)
@@ -187,7 +187,7 @@ async def test_overloaded_piece_counts_as_late(clock: Clock, random: Random) -> 
     padding = EmulationTimer(clock)
     for lasts_s in (0.2, 1.05, 1.2):
         await padding.run_padded(1.0, partial(clock.sleep, lasts_s))
-    assert padding.late_counts == {"paced": 3, "late": 1}
+    assert padding.late_counts == {"emulated_count": 3, "late_count": 1}
 
 
 def test_training_speed_is_a_profile_or_two_numbers() -> None:
