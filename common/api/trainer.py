@@ -94,8 +94,8 @@ class BroadcastSender:
 class BroadcastPlan:
     """Answer to BroadcastRequest, after a wait for other hosts.
 
-    An empty `where`: there is no broadcast of this version, or one has begun, and the host fetches
-    the chunks itself.
+    An empty `rendezvous_url`: there is no broadcast of this version, or one has begun,
+    and the host fetches the chunks itself.
     """
 
     rendezvous_url: str = ""  # see `common/weights/transports/rendezvous.py`

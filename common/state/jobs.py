@@ -33,7 +33,7 @@ class Phase(StrEnum):
 
 # shards work on the job
 ACTIVE_PHASES = frozenset({Phase.BASELINE, Phase.TRAINING, Phase.EVALUATION})
-PAUSED_PREFIX = "paused:"  # prefix of `held` of a paused job
+PAUSED_PREFIX = "paused:"  # prefix of `block_reason` of a paused job
 TERMINAL_PHASES = frozenset({Phase.FINISHED, Phase.FAILED, Phase.STOPPED})
 
 

@@ -61,8 +61,8 @@ class StepCommit:
     """Contents of one step's commit.
 
     `groups` and `filtered_groups` together are all groups leased for the step (an id may be in
-    both). `replay_data` is what a replay needs beside the groups. `covered` is the version in a
-    durable checkpoint: replay records of steps up to it are freed.
+    both). `replay_data` is what a replay needs beside the groups. `checkpointed_version` is the
+    version in a durable checkpoint: replay records of steps up to it are freed.
     """
 
     step: int

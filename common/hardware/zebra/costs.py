@@ -29,9 +29,11 @@ class MicroBatchCosts:
     hosted_s: tuple[float, ...] = ()  # by layer: experts that an attention rank hosts
     expert_rank_shares: tuple[
         float, ...
-    ] = ()  # by layer: share of `experts` that expert ranks keep
+    ] = ()  # by layer: share of `experts_s` that expert ranks keep
     backward_factor: float = BACKWARD_FACTOR  # relative to the forward times above
-    head_backward_s: float | None = None  # seconds, if it differs from `backward` times `head`
+    head_backward_s: float | None = (
+        None  # seconds, if it differs from `backward_factor` times `head_s`
+    )
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -88,7 +88,7 @@ def is_expert_matrix(name: str) -> bool:
 
 
 class MixtureOfExperts(nn.Module):
-    """Sum of `experts_per_token` SwiGLUs for each token, weighted by the router's probabilities."""
+    """Sum of `num_experts_per_token` SwiGLUs per token, weighted by the router's probabilities."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()

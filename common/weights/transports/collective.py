@@ -79,7 +79,7 @@ class BroadcastGroup:
     def join(self, store: Store) -> None:
         """Join the group at `store`.
 
-        `wait_s` of the plan limits this and each later wait. PeerLost: a member is missing.
+        `max_wait_s` of the plan limits this and each later wait. PeerLost: a member is missing.
         """
         known = PrefixStore(self._sender.group, store)
         about = known, self._plan.rank, self._plan.world_size

@@ -48,8 +48,9 @@ class WorkerSplit:
     """Split of workers: engines, and training workers including each rank of the core.
 
     If engines may have several workers, `degrees` has the number of workers of each. `engines` is
-    then the number at the time of the rates. The effect of other degrees is in `speed`, as they
-    change the time of a token, and in `width`, as they count as more or fewer of those engines.
+    then the number at the time of the rates. The effect of other degrees is in
+    `relative_speed`, as they change the time of a token, and in `relative_width`, as they count as
+    more or fewer of those engines.
     """
 
     engines: int
@@ -60,7 +61,7 @@ class WorkerSplit:
 
     def is_same(self, other: WorkerSplit | None) -> bool:
         """Return True if the workers and degrees are the same, whatever the reference of
-        `speed`.
+        `relative_speed`.
         """
         if other is None or (self.trainers, self.degrees) != (other.trainers, other.degrees):
             return False

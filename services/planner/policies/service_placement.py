@@ -3,9 +3,9 @@
 A host declares which services it accepts, and the isolation of its sandboxes. A job whose services
 no host accepts waits, or is paused. Services stay while their host lives, as their ledgers and
 sessions are stored there. Services of a draining host start no new work. They move to another host
-once they are idle, or after `move_s`. Services of a lost host start again on the host with most
-capacity. If there is none, they stay assigned to the lost host. They may run without its agent,
-which finds them when it returns.
+once they are idle, or after `move_timeout_s`. Services of a lost host start again on the
+host with most capacity. If there is none, they stay assigned to the lost host. They may run without
+its agent, which finds them when it returns.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class ForkUnavailable(Exception):
 class ForkRequest:
     """Description of a process to fork.
 
-    Its descriptors travel beside it, in the order of `passed`: `cwd`, `stdout`, `stderr`, and
-    optionally `death` and `channel`.
+    Its descriptors travel beside it, in the order of `descriptor_names`: `cwd`, `stdout`,
+    `stderr`, and optionally `death` and `channel`.
     """
 
     module: str

@@ -19,13 +19,13 @@ from meshrl.common.state.pool.workers.rows import ExpertSplit
 
 @dataclass(frozen=True, slots=True)
 class JobRequirements:
-    """Requirements of a job. `least` and `most` count workers of all its roles together."""
+    """Requirements of a job. `min_workers` and `max_workers` count the workers of all its roles."""
 
     ranks: int = 1  # of its core, one worker each
     # Number of attention ranks, which come first and need faster accelerators than the expert ranks
     # of a mixture; 0: all ranks are alike.
     attention_ranks: int = 0
-    auto_expert_split: bool = False  # True if the planner chooses `attention`
+    auto_expert_split: bool = False  # True if the planner chooses `attention_ranks`
     expert_split: ExpertSplit | None = None  # the planner's choice; None: none
     expert_split_kinds: tuple[str, ...] = ()  # accelerator kinds of that choice
     needs_rollout: bool = True  # True if the job generates trajectories

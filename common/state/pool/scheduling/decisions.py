@@ -77,7 +77,7 @@ class MarkWorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class ReportHostPresence:
-    """Decision to report that a host is lost with all its processes, or (`back`) available
+    """Decision to report that a host is lost with all its processes, or (`is_back`) available
     again.
     """
 

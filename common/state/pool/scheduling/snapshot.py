@@ -54,7 +54,7 @@ class PoolRequest:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Change that is decided and not complete; undone unless complete by `until_ms`."""
+    """Change that is decided and not complete; undone unless complete by `deadline_ms`."""
 
     id: str  # of the arriving instance
     gang: str
