@@ -147,16 +147,21 @@ STEPS = 40  # they take seconds: Redis is killed by then
 def test_run_resumes_in_a_new_lineage_after_redis_lost_state(
     run: Callable[..., Run],
 ) -> None:
-    mesh = run(budget__steps=STEPS, training__checkpoint_every=2, rollout__max_tokens=48)
+    # With this staleness, groups are in flight at every checkpoint.
+    settings = {"training__checkpoint_every": 2, "algorithm__max_staleness": 3}
+    mesh = run(budget__steps=STEPS, rollout__max_tokens=48, **settings)
     file = mesh.directory / "mesh/redis/appendonlydir/appendonly.aof.1.incr.aof"
     mesh.until("a step", lambda: mesh.version >= 2)
     shorter = file.stat().st_size
     mesh.until("a step that was recorded", lambda: len(mesh.events("step")) >= 4)
-    os.kill(int(mesh.redis.info("server")["process_id"]), signal.SIGKILL)
+    redis = int(mesh.redis.info("server")["process_id"])
+    os.kill(mesh.program.pid, signal.SIGSTOP)  # the launcher must not restart Redis before this
+    os.kill(redis, signal.SIGKILL)
     os.truncate(file, shorter)
+    os.kill(mesh.program.pid, signal.SIGCONT)
 
     assert mesh.finish() == 0, mesh.output
-    assert "redis lost state" in mesh.output
+    assert "redis lost state" in mesh.output, mesh.output
     (damaged,) = [event for event in mesh.events("damaged") if event["what"] == "redis"]
     assert damaged["aside"] and "new lineage" in damaged["then"]
     restored = mesh.events("restored")

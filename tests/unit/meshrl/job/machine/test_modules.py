@@ -122,7 +122,7 @@ def test_slow_import_is_reported_with_its_location(
     quiet_s = scaled(0.7)
     text = f"import time\n\ntime.sleep({2 * quiet_s})\n\ndef score(row, turns): ...\n"
     write(place, "rewards.py", text)
-    module_imports.check_imports(read(place), notice_after_s=quiet_s)
+    module_imports.check_imports(read(place), scaled(30.0), quiet_s)
     output = capfd.readouterr().err
     assert "importing rewards:score is still running" in output
     assert (
