@@ -23,6 +23,8 @@ from meshrl.cli.arguments import (
     app,
 )
 
+MOVE_ROLES = ("rollout", "training", "idle")  # roles that `meshrl move` accepts
+
 
 @app.command(rich_help_panel="Meshes")
 def up(
@@ -179,7 +181,10 @@ def move(
         meshrl move w1 training
     """
     from meshrl.client.client import run_request
+    from meshrl.common.base.errors import ConfigError
 
+    if role not in MOVE_ROLES:
+        raise ConfigError(f"{role!r} is no role of a worker", fix=f"Choose {', '.join(MOVE_ROLES)}")
     print(run_request(lambda client: client.move(worker, role, job), mesh))
 
 
