@@ -42,6 +42,7 @@ from tests.unit.common.mesh.runtime.talking import Join, cancel, until
 from tests.unit.common.weights.bulk.faulty_proxy import FaultyProxy
 
 CONTENT = os.urandom(3_000_000)
+CORRUPT_CONTENT = CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])
 SETTINGS = MeshSettings("memory://", "", host="", secret="5e" * 32)
 PART = 200_000
 
@@ -82,13 +83,13 @@ async def test_missing_and_corrupt_chunks_raise_errors(
         await client.fetch_chunk(entry(server, host), "0" * 64)
     digest = await client.put_chunk(entry(server, host), CONTENT)
     path = ChunkStore(tmp_path / "chunks").chunk_path(digest)
-    path.write_bytes(CONTENT[:-1] + b"?")
+    path.write_bytes(CORRUPT_CONTENT)
     with pytest.raises(CorruptData):
         await client.fetch_chunk(entry(server, host), digest)
     assert await client.put_chunk(entry(server, host), CONTENT) == digest
     assert await client.fetch_chunk(entry(server, host), digest) == CONTENT
     quarantined_path = tmp_path / "chunks/quarantine" / digest[:2] / digest
-    assert quarantined_path.read_bytes() == CONTENT[:-1] + b"?"
+    assert quarantined_path.read_bytes() == CORRUPT_CONTENT
 
 
 @pytest.mark.parametrize("host", ["", "another host"])
@@ -272,7 +273,7 @@ async def test_failed_fetches_leave_no_file(
     digest = await client_in_parts.put_chunk(entry(server, host), CONTENT)
     with files_up_to(1_000_000), pytest.raises(StorageFull):
         await fetch(client_in_parts, entry(server, host), digest, target)
-    ChunkStore(tmp_path / "chunks").chunk_path(digest).write_bytes(CONTENT[:-1] + b"?")
+    ChunkStore(tmp_path / "chunks").chunk_path(digest).write_bytes(CORRUPT_CONTENT)
     with pytest.raises(CorruptData):
         await fetch(client_in_parts, entry(server, host), digest, target)
     assert list_files(tmp_path / "new") == []
