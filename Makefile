@@ -1,4 +1,4 @@
-# demo, check, test, lint, bench, dist, peers: each starts from a bare clone, in its own environment (.venv).
+# demo, check, test, lint, bench, dist, site, peers: each starts from a bare clone, in its own environment (.venv).
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 # Bytecode is cached, because hundreds of processes would compile the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-deep test-ci test-timing test-kubernetes test-sglang verifiers lint format bench peers dist images test-compose test-slurm test-monitoring clean
+.PHONY: demo check test test-deep test-ci test-timing test-kubernetes test-sglang verifiers lint format bench peers dist site images test-compose test-slurm test-monitoring clean
 
 demo: $(READY)
 	$(BIN)/meshrl run $(JOB) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--set mesh.workers=$(WORKERS)) $(ARGS)
@@ -113,6 +113,15 @@ dist: $(READY)
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python .ci/check-dist
 
+# The documentation as a searchable site, in site/. Dead links and pages without an entry fail.
+site: .venvs/site/ready
+	NO_MKDOCS_2_WARNING=1 .venvs/site/bin/mkdocs build
+
+.venvs/site/ready: constraints.txt
+	$(PYTHON) -m venv .venvs/site
+	.venvs/site/bin/pip install --quiet -c constraints.txt mkdocs-material mdx_truly_sane_lists
+	touch $@
+
 # Programs that benchmarks compare with: vLLM and TRL in separate environments; pyzmq and transformers
 # in .venv.
 peers: $(READY)
@@ -144,4 +153,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .import_linter_cache .pytest_cache build dist *.egg-info
+	rm -rf .venv site .mypy_cache .ruff_cache .import_linter_cache .pytest_cache build dist *.egg-info

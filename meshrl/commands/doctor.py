@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -103,16 +101,20 @@ def _check_writable() -> Finding:
 
 
 def _check_torch() -> Finding:
+    """Return the build of torch, found by importing it: an installed package may fail to load."""
+    install = "Run `pip install -c constraints.txt torch==2.13.0`"
     try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            ERROR, "torch", "not installed", "Run `pip install -c constraints.txt torch==2.13.0`"
-        )
+        import torch
+    except ModuleNotFoundError as error:
+        return Finding(ERROR, "torch", f"not installed ({error})", install)
+    except (ImportError, OSError) as error:
+        return Finding(ERROR, "torch", f"installed, but fails to load: {error}", install)
+    version = torch.__version__
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if release < (2, 11):
         return Finding(ERROR, "torch", version, "Install torch 2.11 or newer")
-    return Finding(OK, "torch", version)
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+    return Finding(OK, "torch", f"{version}, {build}")
 
 
 def _check_threads() -> Finding:

@@ -87,6 +87,19 @@ def test_doctor_lists_gpus_and_the_decoding_backend(tmp_path: Path, gpus: Gpus) 
     assert "built without CUDA" in path
 
 
+def test_doctor_reports_a_torch_that_fails_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    finding = next(line for line in doctor.run_checks() if line.subject == "torch")
+    assert finding.level == doctor.ERROR
+    assert finding.detail == "installed, but fails to load: libcudart.so.13: cannot open"
+
+
 ROOT = Path(__file__).parents[3]
 KEYS = [key for key, kind in JOB_SCHEMA.types_by_key.items() if not is_dataclass(kind)]
 
