@@ -39,7 +39,7 @@ class MeshConfig(ConfigTable):
     """`[mesh]`: number of workers, and listening addresses of processes."""
 
     # accelerators (or CPU slots) for the planner's roles
-    workers: Annotated[Integer, Ge(2)] = 3
+    workers: PositiveInteger = 3
     device: Literal["cpu", "cuda"] = "cpu"  # device type of the workers
     bind: EndpointText = "tcp://127.0.0.1:*"  # listening address of every process
     advertise: str = ""  # address for other processes; empty: the bound address

@@ -146,7 +146,9 @@ def make_default_pool(workers: int) -> PoolSettings:
 
 
 def _describe_mesh(workers: int) -> str:
-    return f"a mesh of {workers} workers" if workers else "a mesh without local workers"
+    if not workers:
+        return "a mesh without local workers"
+    return f"a mesh of {workers} worker{'s' * (workers > 1)}"
 
 
 def _run_in_foreground(

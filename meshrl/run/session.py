@@ -81,8 +81,9 @@ async def run_session(
     launcher = Launcher(run.mesh_paths, shape)
     stop = asyncio.Event()
     handle_stop_signals(stop, launcher.kill)
+    workers = "worker" if shape.workers == 1 else "workers"
     print(
-        f"{run.job}: starting a mesh of {shape.workers} workers in {run.display_path}", flush=True
+        f"{run.job}: starting a mesh of {shape.workers} {workers} in {run.display_path}", flush=True
     )
     await launcher.start(partial(submit, launcher))
     directory_paths.set_current_mesh(run.mesh_paths)

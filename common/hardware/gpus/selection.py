@@ -38,13 +38,12 @@ def check_device_count(devices: list[Device], workers: int, where: str = "mesh.w
     """
     if workers > len(devices):
         named = ", ".join(device.label for device in devices)
-        alone = (
-            "; or share one GPU in time slices: `meshrl up --device cuda --workers 1`, then "
-            "`meshrl submit`"
-        )
+        most = "1 worker, which core and engine share in time slices"
+        if len(devices) > 1:
+            most = f"{len(devices)} workers"
         raise ConfigError(
             f"{workers} workers are requested, but there are {len(devices)} GPUs ({named}): each "
             "worker needs its own",
             where=where,
-            fix=f"Request {len(devices)} workers, or more GPUs{alone if len(devices) == 1 else ''}",
+            fix=f"Request {most}, or more GPUs",
         )

@@ -168,6 +168,9 @@ def _describe_worker(worker_index: int, config: JobConfig) -> str:
     if 0 < worker_index < ranks:
         return f"{slot}; rank {worker_index} of the core"
     helpers = worker_index - ranks + 1 if worker_index else 0  # gangs that train, beside the core's
+    fixed = ranks + config.planner.training - 1 + bool(config.models.models_by_role)
+    if worker_index == 0 and config.mesh.workers <= fixed and not config.is_supervised:
+        return f"{slot}; core and engine, in time slices"
     if helpers < config.planner.training:
         return f"{slot}; starts in the {Role.TRAINING} role"
     if helpers == config.planner.training and config.models.models_by_role:

@@ -186,7 +186,7 @@ def test_each_worker_sees_one_device_by_uuid() -> None:
     assert list_gpus([whole, part], 1) == found[:1]
     with pytest.raises(ConfigError, match=r"3 workers are requested, but there are 2 GPUs"):
         list_gpus([whole, part], 3)
-    with pytest.raises(ConfigError, match="share one GPU in time slices"):
+    with pytest.raises(ConfigError, match="1 worker, which core and engine share in time slices"):
         list_gpus([whole], 2)  # a MIG instance is used only when there are too few whole GPUs
 
 

@@ -63,15 +63,22 @@ def check_workers(job: JobFile) -> None:
         raise job.make_error(
             "algorithm.min_group", "algorithm.min_group exceeds algorithm.group_size"
         )
-    scoring = int(bool(config.models.models_by_role))
+    requirements = derive_requirements(config.to_document())
     training = config.planner.training + config.training.ranks - 1
-    rollout = config.planner.min_rollout * min(config.rollout.tensor_parallel)
-    if training + rollout + scoring > config.mesh.workers:
+    engines = config.planner.min_rollout if requirements.needs_rollout else 0
+    can_share = requirements.can_time_slice and engines <= 1
+    parts = [(training, "training")]
+    parts += [] if can_share else [(engines * requirements.smallest_engine, "rollout")]
+    parts += [(1, "scoring (frozen models have their own worker)")] * requirements.needs_scoring
+    needed = sum(count for count, _ in parts)
+    if needed > config.mesh.workers:
+        *most, last = [f"{count} {role}" for count, role in parts]
+        alone = "" if can_share else ": an engine of this kind never shares a worker in time slices"
         raise job.make_error(
             "mesh.workers",
-            f"mesh.workers = {config.mesh.workers} is too low for {training} training and "
-            f"{rollout} rollout workers"
-            + (", and one for the job's frozen models" if scoring else ""),
+            f"mesh.workers = {config.mesh.workers} is too low for "
+            f"{', '.join(most)}{' and ' if most else ''}{last} workers{alone}",
+            f"Set mesh.workers to {needed} or more",
         )
 
 
