@@ -44,6 +44,8 @@ RULES: dict[str, ChangeRule] = {
     "model": _fixed_rule("the trained weights belong to this model"),
     "models": _fixed_rule("trajectories in flight carry scores of this model"),
     "dataset": _BUNDLED,
+    "dataset.shuffle": _fixed_rule("the run would repeat some rows of an epoch and skip others"),
+    "dataset.epochs": _fixed_rule("budget.steps has the steps of its epochs; change that key"),
     "environment": _BUNDLED,
     "environment.processes": CHANGEABLE,
     "environment.threads": CHANGEABLE,

@@ -100,6 +100,10 @@ class DatasetConfig(ConfigTable):
     held_out: FilePath = ""  # the same formats, never trained on
     prompt: NonEmptyText = "prompt"  # key of the prompt in a row
     response: NonEmptyText = "response"  # key of the target response for sft
+    # each epoch has its own order of the training rows, by `seed`; false: that of the file
+    shuffle: bool = True
+    # passes over the training rows, which limit budget.steps; 0: as many as the steps need
+    epochs: NonNegativeInteger = 0
     # training tasks of a verifiers taskset if `train` is empty; 0: all
     tasks: NonNegativeInteger = 0
     held_out_tasks: NonNegativeInteger = 0  # first tasks of a verifiers taskset, never trained on
@@ -568,8 +572,19 @@ class JobConfig(ConfigTable):
         """
         document = copy.deepcopy(document)
         replace_old_keys(document, RENAMED_JOB_KEYS)
+        add_stored_defaults(document)
         built: JobConfig = _build_value(cls, document, "")
         return built
+
+
+def add_stored_defaults(document: dict[str, Any]) -> None:
+    """Add the keys that a stored document may lack, where its meaning is not today's default."""
+    for table, values in STORED_DEFAULTS.items():
+        document[table] = values | document.get(table, {})
+
+
+# Values of keys that documents of earlier versions lack, if those differ from the default.
+STORED_DEFAULTS: dict[str, dict[str, Any]] = {"dataset": {"shuffle": False}}
 
 
 def _build_value(kind: Any, value: Any, key: str) -> Any:

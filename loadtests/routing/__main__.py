@@ -138,7 +138,7 @@ class Oracle(BucketScheduler):
     """Policy with exact knowledge of the tokens that each trajectory will still sample."""
 
     def __init__(self, buckets: Sequence[LengthBucket], plan: Sequence[Script]) -> None:
-        super().__init__(buckets, PROMPTS, LengthTrees())
+        super().__init__(buckets, LengthTrees())
         self._plan = plan
 
     def decide_bucket(
@@ -155,7 +155,7 @@ class Ours(BucketScheduler):
     def __init__(
         self, buckets: Sequence[LengthBucket], lengths: LengthTrees, plan: Sequence[Script]
     ) -> None:
-        super().__init__(buckets, PROMPTS, lengths)
+        super().__init__(buckets, lengths)
         self._plan = plan
         self.agreed: list[bool] = []
 
@@ -239,8 +239,8 @@ async def compare(rounds: int, seed: int, prompts: int, samples: int) -> dict[st
             ours = Ours(two, LengthTrees(history), plan)
             policies: dict[str, BucketScheduler] = {
                 "ours": ours,
-                "fifo": Fifo(one, prompts, LengthTrees()),
-                "mlfq": Mlfq(two, prompts, LengthTrees()),
+                "fifo": Fifo(one, LengthTrees()),
+                "mlfq": Mlfq(two, LengthTrees()),
                 "oracle": Oracle(two, plan),
             }
             for name in rotated([*policies], number):

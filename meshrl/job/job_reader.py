@@ -14,11 +14,11 @@ from typing import Any
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.files.remote_directory import is_url
-from meshrl.common.job.config import JobConfig
+from meshrl.common.job.config import JobConfig, add_stored_defaults
 from meshrl.common.job.named_files import replace_paths
 from meshrl.common.job.renamed_keys import RENAMED_JOB_KEYS
 from meshrl.common.job.schema import JOB_SCHEMA
-from meshrl.job.checks.job_file import all_checks, chat_format, judge_and_evaluation, sandbox
+from meshrl.job.checks.job_file import all_checks, chat_format, files, judge_and_evaluation, sandbox
 from meshrl.job.job_file import JobFile
 from meshrl.job.toml import reader
 
@@ -63,6 +63,7 @@ def reload_document(
     """
     bundle = document["bundle"]
     changed_document = deepcopy({key: value for key, value in document.items() if key != "bundle"})
+    add_stored_defaults(changed_document)
     places = {
         apply_override(changed_document, override): f"--set {override}" for override in overrides
     }
@@ -114,6 +115,7 @@ def _check_document(
     reward = replace(config.reward, judge=judge_and_evaluation.load_judge_template(found))
     found = all_checks.complete_group_size(found.with_config(replace(config, reward=reward)))
     all_checks.check_job_file(found)
+    found = files.complete_steps(found)
     return found.with_config(chat_format.resolve_chat(found))
 
 

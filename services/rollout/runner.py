@@ -66,7 +66,7 @@ class TrajectoryRunner:
             else None
         )
         lengths = LengthTrees(self.history.latest if self.history else ())
-        scheduler = BucketScheduler(buckets, len(job.read_rows("train")), lengths, follows)
+        scheduler = BucketScheduler(buckets, lengths, follows)
         self.group_commit = GroupCommit(mesh, self.ledger)
         tokenizer = Tokenizer.load(str(job.tokenizer_file))
         sampling = self._build_sampling(tokenizer)
@@ -167,7 +167,7 @@ class TrajectoryRunner:
                 most = self.config.rollout.max_tokens
                 if len(prompt) >= most:
                     raise TrajectoryFailed(
-                        f"row {t.prompt}: its prompt has {len(prompt)} tokens",
+                        f"row {t.row}: its prompt has {len(prompt)} tokens",
                         kind="prompt too long",
                         fix=TOO_LONG_FIX.format(most),
                     )
@@ -324,7 +324,7 @@ async def fill_supervised(
                 fix=TOO_LONG_FIX.format(max_tokens),
             )
     except ToolFailed as error:
-        trajectory.outcome = TrajectoryOutcome("failed", None, f"row {trajectory.prompt}: {error}")
+        trajectory.outcome = TrajectoryOutcome("failed", None, f"row {trajectory.row}: {error}")
         return
     n = len(answer)
     trajectory.set_prompt(prompt)

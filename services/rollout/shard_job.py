@@ -16,6 +16,7 @@ from meshrl.common.base.errors import MeshError
 from meshrl.common.base.files import corruption
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.bundle.model_shape import load_model_config
+from meshrl.common.job.prompt_order import PromptOrder
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.mesh.runtime.task_groups import run_all
@@ -82,6 +83,9 @@ class ShardJob:
     def __init__(self, mesh: Mesh, job: JobData, runner: TrajectoryRunner) -> None:
         self.mesh, self.job, self.config = mesh, job, job.config
         self.train_rows, self.held_out = job.read_rows("train"), job.read_rows("held_out")
+        self.prompt_order = PromptOrder(
+            job.config.seed, len(self.train_rows), shuffles=job.config.dataset.shuffle
+        )
         self.runner = runner
         self.samples = SampleWriter(mesh, job, runner.transcript)
         self.version = -1  # the job's current version
@@ -262,7 +266,8 @@ class ShardJob:
         If all groups in flight are dropped in a row, fail the job.
         """
         size = self.config.algorithm.group_size
-        row = self.train_rows[prompt % len(self.train_rows)]
+        row_number = self.prompt_order.find_row(prompt)
+        row = self.train_rows[row_number]
         restored_by_member = {t.member: t for t in restored}
         members = [
             restored_by_member.get(m)
@@ -270,7 +275,7 @@ class ShardJob:
             for m in range(size)
         ]
         for t in members:
-            t.temperature = self.config.rollout.temperature
+            t.row, t.temperature = row_number, self.config.rollout.temperature
             # the ledger's version may be of an abandoned lineage
             t.version = min(t.version, version)
         await run_all(self._run_member(t, row) for t in members)

@@ -36,7 +36,6 @@ class BucketScheduler:
     def __init__(
         self,
         buckets: Sequence[LengthBucket],
-        prompt_count: int,
         length_trees: LengthTrees,
         follows_engines: bool = False,
     ) -> None:
@@ -49,7 +48,6 @@ class BucketScheduler:
         self._degrees: dict[str, int] = {}  # of the engines of the buckets
         self.length_trees = length_trees
         self.outcome_counts: Counter[str] = Counter()  # decisions so far, by outcome
-        self._prompt_count = max(1, prompt_count)  # rows of the data set: epochs share their trees
 
     def update_engines(self, engines: Mapping[str, MeasuredEngine]) -> bool:
         """Rebuild the buckets for these engines, by name, if they follow engines that have changed.
@@ -104,7 +102,7 @@ class BucketScheduler:
         self, trajectory: Trajectory, path: Sequence[ToolReturn], current: int
     ) -> BucketDecision:
         """Decide for a trajectory in bucket `current` after these tool returns."""
-        prompt = trajectory.prompt % self._prompt_count if trajectory.is_recorded else None
+        prompt = trajectory.row if trajectory.is_recorded else None
         return decide_bucket(self.length_trees.estimate(prompt, path), current, self.buckets)
 
     def record_end(
@@ -123,7 +121,7 @@ class BucketScheduler:
             return None
         sampled = int((trajectory.versions != NOT_SAMPLED).sum())
         past = PastTrajectory(
-            trajectory.prompt % self._prompt_count,
+            trajectory.row,
             tuple(collect_tool_returns(trajectory, bucket_state.tool_returns)),
             sampled,
         )

@@ -64,9 +64,7 @@ class Router:
         self.clock = mesh.job_clock
         self.occupancy = Occupancy(self.clock.monotonic)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
-        self.scheduler = scheduler or BucketScheduler(
-            [LengthBucket(1 << 30, slots)], 1, LengthTrees()
-        )
+        self.scheduler = scheduler or BucketScheduler([LengthBucket(1 << 30, slots)], LengthTrees())
         self.links: dict[str, EngineLink] = {}
         self._link_tasks: dict[str, asyncio.Task[None]] = {}
         self._lineage = 0  # the job's current lineage

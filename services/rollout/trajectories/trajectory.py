@@ -179,6 +179,7 @@ class Trajectory(TokenBuffer):
         super().__init__()
         self.id = make_trajectory_id(group, member)
         self.group, self.member, self.prompt, self.seed = group, member, prompt, seed
+        self.row = prompt  # number of its row; `prompt` counts on over the epochs
         # Version of the mesh at admission: engines below it must not serve it.
         self.version = version
         self.prompt_length = 0

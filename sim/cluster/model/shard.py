@@ -88,7 +88,7 @@ class SimShard:
         """
         buckets = [LengthBucket(max_tokens, slots)]
         self._scheduler = BucketScheduler(
-            buckets, 1, LengthTrees(), follows_engines=has_length_buckets
+            buckets, LengthTrees(), follows_engines=has_length_buckets
         )
         self._has_length_buckets = has_length_buckets
         self.engines: dict[str, ShardEngine] = {}

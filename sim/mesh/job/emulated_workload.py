@@ -95,7 +95,7 @@ class EmulatedWorkload:
             cache="",
             mesh=MeshConfig(workers=self.workers),
             model=TrainedModelConfig(config=MODEL_CONFIG),
-            dataset=DatasetConfig(train="train.jsonl", held_out="held_out.jsonl"),
+            dataset=DatasetConfig(train="train.jsonl", held_out="held_out.jsonl", shuffle=False),
             environment=EnvironmentConfig(
                 use="meshrl.sim.mesh.job.task_environments:ToolTurnsEnvironment",
                 step_deadline_s=120.0,

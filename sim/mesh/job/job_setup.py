@@ -45,7 +45,7 @@ def build_config(
         cache="",
         mesh=MeshConfig(workers=workers),
         model=TrainedModelConfig(config=MODEL_CONFIG),
-        dataset=DatasetConfig(train="train.jsonl", held_out="held_out.jsonl"),
+        dataset=DatasetConfig(train="train.jsonl", held_out="held_out.jsonl", shuffle=False),
         environment=EnvironmentConfig(
             use="meshrl.sim.mesh.job.task_environments:QuestionEnvironment", step_deadline_s=10.0
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from meshrl.common.model.chat.messages import parse_message
@@ -75,6 +76,27 @@ def check_datasets(job: JobFile) -> None:
         if not own:
             raise job.make_error(key, f"{key}: {path} has no rows")
         trained = own
+
+
+def complete_steps(job: JobFile) -> JobFile:
+    """Return the job with the steps that its epochs take, if budget.steps in its file is no fewer.
+
+    A step takes `algorithm.groups_per_step` prompts. The last step may begin a further epoch.
+    """
+    config, epochs = job.config, job.config.dataset.epochs
+    if not epochs:
+        return job
+    if not config.dataset.train:
+        raise job.make_error(
+            "dataset.epochs",
+            "dataset.epochs needs dataset.train: tasks are counted when the job is packed",
+            "Set budget.steps",
+        )
+    rows = sum(1 for _ in _read_rows(job, "dataset.train", Path(config.dataset.train)))
+    steps = -(-epochs * rows // config.algorithm.groups_per_step)
+    if "steps" in job.raw_document.get("budget", {}):
+        steps = min(steps, config.budget.steps)
+    return job.with_config(replace(config, budget=replace(config.budget, steps=steps)))
 
 
 def _read_rows(job: JobFile, key: str, path: Path) -> Iterator[dataset_rows.DatasetRow]:

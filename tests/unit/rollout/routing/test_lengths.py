@@ -299,7 +299,7 @@ def test_bounds_without_history_divide_the_max_length() -> None:
 def test_buckets_change_with_engines_and_not_with_their_rates() -> None:
     whole = [LengthBucket(LONGEST, BATCH)]
     past = [PastTrajectory(0, (), 100)] * 30 + [PastTrajectory(0, (), 1000)] * 30
-    scheduler = BucketScheduler(whole, 1, LengthTrees(past), follows_engines=True)
+    scheduler = BucketScheduler(whole, LengthTrees(past), follows_engines=True)
     small, large = MeasuredEngine(1, 5000, 50.0), MeasuredEngine(4, 5000, 25.0)
     assert scheduler.update_engines({"a": small})
     assert len(scheduler.buckets) == 1
@@ -317,6 +317,6 @@ def test_buckets_change_with_engines_and_not_with_their_rates() -> None:
 
 def test_buckets_of_the_job_file_are_fixed() -> None:
     declared = [LengthBucket(100, 4), LengthBucket(1000, 8)]
-    scheduler = BucketScheduler(declared, 1, LengthTrees())
+    scheduler = BucketScheduler(declared, LengthTrees())
     assert not scheduler.update_engines({"a": MeasuredEngine(1), "b": MeasuredEngine(4)})
     assert scheduler.buckets == declared

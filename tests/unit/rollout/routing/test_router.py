@@ -75,7 +75,7 @@ class Bench:
 
     def _router(self) -> Router:
         commits = GroupCommit(self.rollout, DiscardingSink())
-        scheduler = BucketScheduler(self.buckets, 1, LengthTrees(self.past), self.follows)
+        scheduler = BucketScheduler(self.buckets, LengthTrees(self.past), self.follows)
         return Router(self.rollout, commits, SamplingParams([], []), SLOTS, scheduler)
 
     def _engine(self, name: str) -> EngineService:
