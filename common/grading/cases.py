@@ -80,6 +80,8 @@ def parse_tests(tests: Any) -> Tests:
             return tests
         return parse_tests(found)
     if isinstance(tests, list):
+        if tests and all(isinstance(case, str) for case in tests):
+            return _write_assertion_tests(tests)
         return StdioTests([_parse_stdio_case(case) for case in tests])
     if not isinstance(tests, dict):
         raise InvalidTests(f"tests must be a list, a table or a text, not {_describe_type(tests)}")
@@ -96,6 +98,17 @@ def parse_tests(tests: Any) -> Tests:
     return StdioTests(
         [StdioCase(_parse_text(a, "an input"), (_parse_text(b, "an output"),)) for a, b in pairs]
     )
+
+
+def _write_assertion_tests(assertions: list[str]) -> str:
+    """Return Python tests of a list of assertions, a shape of MBPP: one test for each."""
+    source = [f"from {SOLUTION_MODULE} import *"]
+    for n, assertion in enumerate(assertions):
+        tree = parse_source(assertion)
+        if tree is None or [type(node) for node in tree.body] != [ast.Assert]:
+            raise InvalidTests(f"a list of texts must be assertions, and {assertion!r:.60} is none")
+        source.append(f"def test_{n}():\n    {ast.unparse(tree)}")
+    return "\n\n".join(source) + "\n"
 
 
 def find_required_names(tests: Tests) -> frozenset[str]:

@@ -79,7 +79,10 @@ def init(
         Path, typer.Argument(metavar="NAME", help="A new directory; the job has the same name.")
     ],
     example: Annotated[
-        str, typer.Option(help="Copy an example instead: calculator, chat or code.")
+        str,
+        typer.Option(
+            help="Copy an example instead (calculator, chat, code), or a recipe such as gsm8k."
+        ),
     ] = "",
 ) -> None:
     """Write a small job that runs unchanged: environment, reward, tokenizer and data.
@@ -94,6 +97,8 @@ def init(
         meshrl run mygame/job.toml
 
         meshrl init mysums --example calculator
+
+        meshrl init maths --example gsm8k
     """
     from meshrl.job_template import job_creation
 

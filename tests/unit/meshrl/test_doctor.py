@@ -26,7 +26,12 @@ from meshrl.common.mesh.process.engine_environments import locate_environment, l
 from meshrl.job import job_reader
 from meshrl.job.checks.host import devices
 from meshrl.job.job_file import get_value
-from meshrl.job_template.job_creation import EXAMPLE_MODULES, GAME_DIR, GAME_FILES
+from meshrl.job_template.job_creation import (
+    EXAMPLE_MODULES,
+    GAME_DIR,
+    GAME_FILES,
+    RECIPE_MODULES,
+)
 from meshrl.launch.up_down import MESH_SCHEMA, MeshFile
 from tests.gpus.driver import Gpus
 from tests.load import scaled
@@ -257,8 +262,14 @@ def test_example_becomes_an_independent_job(tmp_path: Path, example: str) -> Non
     assert found.exit_code == 0 and f"meshrl run {tmp_path / 'own'}/{example}.toml" in found.output
     config, _ = job_reader.load_config(tmp_path / "own" / f"{example}.toml", [])
     assert config.name == "own"
-    known = {path.stem for path in (ROOT / "examples").glob("*.toml")}
-    assert known == set(EXAMPLE_MODULES), "each example can be asked for"
+
+
+def test_init_offers_every_example_and_recipe(tmp_path: Path) -> None:
+    for directory, known in (("examples", EXAMPLE_MODULES), ("examples/recipes", RECIPE_MODULES)):
+        assert {path.stem for path in (ROOT / directory).glob("*.toml")} == set(known)
+    found = CliRunner().invoke(app, ["init", str(tmp_path / "own"), "--example", "mbpp"])
+    assert found.exit_code == 0 and "own/mbpp.toml --dry-run" in found.output
+    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["mbpp.py", "mbpp.toml"]
 
 
 def test_unknown_example_is_reported_with_the_known_ones(tmp_path: Path) -> None:

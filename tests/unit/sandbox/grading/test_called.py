@@ -115,7 +115,8 @@ def test_ambiguous_test_formats_are_rejected() -> None:
         ({"function": "f", "inputs": [[1]], "outputs": []}, "1 inputs but 0 outputs"),
         ({"function": "f"}, "inputs and outputs; it has 'function'"),
         ([{"input": "1", "outputs": []}], "an empty list"),
-        (["assert f() == 1"], "a case must be a table"),
+        (["f() == 1"], "must be assertions"),
+        (["assert f()", 1], "a case must be a table"),
         (5, "not a int"),
     ):
         with pytest.raises(InvalidTests, match=message):
@@ -149,6 +150,18 @@ def test_python_tests_are_distinguished_from_json() -> None:
     for source in ("def test_f(): pass", "[1, 2][0]\ndef test(): pass", "{x for x in ()}"):
         assert parse_tests(source) == source
     assert parse_tests("[]") == StdioTests([])
+
+
+def test_list_of_assertions_becomes_a_test_for_each() -> None:
+    tests = parse_tests(["assert f(1) == 2, 'one'", 'assert g("""a\nb""") is None'])
+    assert tests == (
+        "from solution import *\n\ndef test_0():\n    assert f(1) == 2, 'one'\n\n"
+        "def test_1():\n    assert g('a\\nb') is None\n"
+    )
+    assert find_required_names(tests) == {"f", "g"}
+    for wrong in ("print(f(1))", "assert f(1) ==", "x = 1; assert x"):
+        with pytest.raises(InvalidTests, match="must be assertions"):
+            parse_tests(["assert f(1)", wrong])
 
 
 def test_required_names_are_those_that_tests_use() -> None:
