@@ -22,6 +22,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.type_hints import resolve_hints
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.constraints import NestedValueError
+from meshrl.common.job.familiar_keys import FAMILIAR_KEYS
 from meshrl.common.job.renamed_keys import RENAMED_JOB_KEYS, describe_old_keys, replace_old_keys
 
 MakeError = Callable[[str, str, str], ConfigError]  # key, message, fix
@@ -106,8 +107,11 @@ class Schema(Generic[T]):
         if key in known:
             return key
         table, _, last = key.rpartition(".")
+        familiar = FAMILIAR_KEYS.get(last.replace("-", "_").lower(), "")
         siblings = {name: f"{table}.{name}" if table else name for name in self._list_keys(table)}
         elsewhere = {k.rpartition(".")[2]: k for k in reversed(known)}
+        if familiar in self.types_by_key and last not in siblings:
+            return familiar
         for names, cutoff in ((siblings, 0.75), (elsewhere, 0.85)):
             if matches := difflib.get_close_matches(last, names, n=1, cutoff=cutoff):
                 return names[matches[0]]
@@ -193,6 +197,9 @@ class Schema(Generic[T]):
                 str(value).lower(), get_args(self._find_type(key)), 1, 0.75
             )
             return f"Did you mean {close[0]}?" if close else ""
+        familiar = FAMILIAR_KEYS.get(key, "")
+        if sort == "dataclass_type" and isinstance(value, str) and familiar.startswith(f"{key}."):
+            return f"Did you mean {familiar}?"
         if sort == "dataclass_type":
             table = f"[[{key.rpartition('[')[0]}]]" if key.endswith("]") else f"[{key}]"
             return f"Write {table}, and put its keys below it"

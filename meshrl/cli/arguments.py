@@ -9,18 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 from typer.models import CommandFunctionType
 
-from meshrl.common.base.host.terminal import escaped_output
-
-
-class _GuardedCommand(TyperCommand):
-    """Command that escapes control characters in its output."""
-
-    def invoke(self, ctx: Any) -> Any:
-        with escaped_output():
-            return super().invoke(ctx)
+from meshrl.cli.habits import GuardedCommand, HintingGroup
 
 
 class CommandGroup(typer.Typer):
@@ -29,11 +20,12 @@ class CommandGroup(typer.Typer):
     def command(
         self, name: str | None = None, **options: Any
     ) -> Callable[[CommandFunctionType], CommandFunctionType]:
-        return super().command(name, cls=_GuardedCommand, **options)
+        return super().command(name, **{"cls": GuardedCommand, **options})
 
 
 app = CommandGroup(
     name="meshrl",
+    cls=HintingGroup,
     epilog="A first run: meshrl init mygame; meshrl run mygame/job.toml",
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -94,6 +86,15 @@ ChangeOption = Annotated[
         metavar="KEY=VALUE",
         help="Change a key of the run from its next step on. Repeatable.",
     ),
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Same as --set KEY=VALUE.", show_default=False
+    ),
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Override the key `mesh.workers` of the job file.")
 ]
 SeedOption = Annotated[
     int | None, typer.Option(metavar="N", help="Override the key `seed` of the job file.")
@@ -200,6 +201,16 @@ def _meshrl(
     """
 
 
-def merge_overrides(values: list[str] | None, seed: int | None) -> list[str]:
-    """Return `--set` and `--seed` as settings of job-file keys."""
-    return [*(values or []), *([] if seed is None else [f"seed={seed}"])]
+def merge_overrides(
+    values: list[str] | None,
+    positional: list[str] | None,
+    seed: int | None = None,
+    workers: int | None = None,
+) -> list[str]:
+    """Return `--set`, `KEY=VALUE`, `--seed` and `--workers` as settings of job-file keys."""
+    for one in positional or []:
+        if "=" not in one:
+            raise typer.BadParameter(f"{one!r} is neither KEY=VALUE nor an option")
+    options = {"seed": seed, "mesh.workers": workers}
+    named = [f"{key}={value}" for key, value in options.items() if value is not None]
+    return [*(values or []), *(positional or []), *named]

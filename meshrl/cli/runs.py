@@ -14,6 +14,7 @@ from meshrl.cli.arguments import (
     JobArgument,
     JsonOption,
     MeshOption,
+    OverridesArgument,
     RunArgument,
     RunOrJobArgument,
     SamplingSeedOption,
@@ -21,15 +22,19 @@ from meshrl.cli.arguments import (
     SetOption,
     StepOption,
     TokenOption,
+    WorkersOption,
     app,
     merge_overrides,
 )
+from meshrl.cli.habits import JobCommand
 
 
-@app.command(rich_help_panel="Runs")
+@app.command(cls=JobCommand, rich_help_panel="Runs")
 def run(
     job: JobArgument,
+    overrides: OverridesArgument = None,
     seed: SeedOption = None,
+    workers: WorkersOption = None,
     set_: SetOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved job and the process plan.")
@@ -45,14 +50,14 @@ def run(
 
         meshrl run examples/calculator.toml
 
-        meshrl run examples/calculator.toml --seed 1 --set budget.steps=12 --set mesh.workers=4
+        meshrl run examples/calculator.toml budget.steps=12 --seed 1 --workers 4
 
         meshrl run examples/calculator.toml --dry-run
     """
     from meshrl.job import job_reader
     from meshrl.launch.checks import mesh_checks
 
-    found = job_reader.read_job_file(job, merge_overrides(set_, seed))
+    found = job_reader.read_job_file(job, merge_overrides(set_, overrides, seed, workers))
     mesh_checks.check_job_and_mesh(found)
     if dry_run:
         from meshrl.job.toml.writer import to_toml
@@ -105,8 +110,10 @@ def init(
     job_creation.create_job(name, example)
 
 
-@app.command(rich_help_panel="Runs")
-def resume(run: RunArgument, set_: ChangeOption = None) -> None:
+@app.command(cls=JobCommand, rich_help_panel="Runs")
+def resume(
+    run: RunArgument, overrides: OverridesArgument = None, set_: ChangeOption = None
+) -> None:
     """Continue a run that was stopped or interrupted, or extend a finished run.
 
     If the run directory has the mesh's Redis data, the job continues exactly where it was.
@@ -126,12 +133,13 @@ def resume(run: RunArgument, set_: ChangeOption = None) -> None:
     require_run(run)  # first, because what follows takes a second to import
     from meshrl.run import resumption
 
-    raise typer.Exit(resumption.resume_run(run, set_ or []))
+    raise typer.Exit(resumption.resume_run(run, merge_overrides(set_, overrides)))
 
 
-@app.command(rich_help_panel="Runs")
+@app.command(cls=JobCommand, rich_help_panel="Runs")
 def submit(
     job: JobArgument,
+    overrides: OverridesArgument = None,
     seed: SeedOption = None,
     set_: SetOption = None,
     force: ForceOption = False,
@@ -151,7 +159,7 @@ def submit(
     from meshrl.client import job_check
     from meshrl.client.client import run_request
 
-    found = job_check.load_checked_job(job, merge_overrides(set_, seed), None)
+    found = job_check.load_checked_job(job, merge_overrides(set_, overrides, seed), None)
     handle = run_request(lambda c: c.submit(found, job_file=job, force=force), mesh, token)
     print(f"submitted {handle.name}; its run directory is {handle.run_dir}")
 
@@ -185,12 +193,14 @@ def export(
     raise typer.Exit(model_export.export_model(run, step, best, out))
 
 
-@app.command("eval", rich_help_panel="Runs")
+@app.command("eval", cls=JobCommand, rich_help_panel="Runs")
 def evaluate(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a run.")
     ],
     job: JobArgument,
+    overrides: OverridesArgument = None,
+    workers: WorkersOption = None,
     set_: SetOption = None,
     step: StepOption = None,
     best: BestOption = False,
@@ -209,7 +219,8 @@ def evaluate(
     """
     from meshrl.run import evaluation
 
-    raise typer.Exit(evaluation.evaluate_model(model, job, set_ or [], step, best, json))
+    settings = merge_overrides(set_, overrides, workers=workers)
+    raise typer.Exit(evaluation.evaluate_model(model, job, settings, step, best, json))
 
 
 @app.command(rich_help_panel="Runs")

@@ -110,6 +110,8 @@ def _resolve_model(model: Path, step: int | None, best: bool) -> Iterator[Path]:
         raise ConfigError(f"--step and --best choose a version of a run; {model} is not a run")
     elif (model / "config.json").is_file():
         yield model
+    elif model.suffix == ".toml":
+        raise ConfigError(f"{model} is a job file", fix="Write: meshrl eval MODEL JOB")
     else:
         raise NotFound(
             f"{model} is neither a Hugging Face directory nor a run",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.common.base.errors import ConfigError
+from meshrl.job.toml.foreign_files import describe_foreign_text, suggest_path
 
 _KEY_PART = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([A-Za-z0-9_-]+))\s*""")
 _DUPLICATE_FIX = "Keep one of them: a key or table of that name is defined above"
@@ -29,7 +30,8 @@ def read_toml(path: Path, description: str) -> tuple[dict[str, Any], dict[str, s
         text = path.read_text(encoding="utf-8-sig")
         document = tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"cannot read {description} {path}: {error.strerror}") from error
+        message = f"cannot read {description} {path}: {error.strerror}"
+        raise ConfigError(message, fix=suggest_path(path)) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}, line {line}: not UTF-8: {error.reason}") from error
@@ -49,7 +51,10 @@ def make_error(
 
 
 def _make_syntax_error(path: Path, text: str, message: str) -> ConfigError:
-    """Return the error of `tomllib`, with the line itself."""
+    """Return the error of `tomllib`, with the line itself, or of a file of another kind."""
+    foreign, equivalent = describe_foreign_text(path, text)
+    if foreign:
+        return ConfigError(foreign, fix=equivalent)
     fix = next((fix for start, fix in _SYNTAX_FIXES.items() if message.startswith(start)), "")
     if not (place := re.search(r" \(at (line (\d+), column \d+)\)$", message)):
         return ConfigError(f"{path}: {message}", fix=fix)
