@@ -89,9 +89,7 @@ ChangeOption = Annotated[
 ]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE", help="Same as --set KEY=VALUE.", show_default=False
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Same as --set KEY=VALUE.", show_default=False),
 ]
 WorkersOption = Annotated[
     int | None, typer.Option(metavar="N", help="Override the key `mesh.workers` of the job file.")
