@@ -11,6 +11,8 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
+from meshrl.common.grading.row_values import get_value, has_value
+
 DEFAULT_LETTERS = "ABCDEFGHIJ"  # letters of choices, unless the option `letters` names others
 CHOICES_KEY = "choices"  # key of a row's choices
 MAX_MATH_CHARS = 2_000  # characters of a mathematical gold
@@ -34,9 +36,9 @@ class InvalidGold(ValueError):
 def get_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """Return the row's value under the key that the option `answer` names."""
     key = options.get("answer", "answer")
-    if key not in row:
+    if not has_value(row, key):
         raise InvalidGold(f"the row has no {key!r}", "set options.answer to the row's key")
-    return row[key]
+    return get_value(row, key)
 
 
 def parse_text_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:

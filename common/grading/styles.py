@@ -7,6 +7,7 @@ from typing import Any
 
 from meshrl.common.grading import cases, python_tests
 from meshrl.common.grading.cases import FunctionTests, InvalidTests, Tests
+from meshrl.common.grading.row_values import format_keys, get_value, has_value
 
 LEETCODE_CLASS = "Solution"  # LeetCode's class, whose methods are called
 HUMANEVAL_CHECK = "def check("  # HumanEval's function, which another function has to call
@@ -18,10 +19,11 @@ def get_tests(row: dict[str, Any], name: str) -> Any:
     """Return the row's value under the name of the option `tests`; raise InvalidTests without
     one.
     """
-    if name in row:
-        return row[name]
-    has = ", ".join(map(repr, row)) or "nothing"
-    raise InvalidTests(f"the row has no {name!r}, which options.tests names; it has {has}")
+    if has_value(row, name):
+        return get_value(row, name)
+    raise InvalidTests(
+        f"the row has no {name!r}, which options.tests names; it has {format_keys(row)}"
+    )
 
 
 def classify_tests(tests: Any) -> tuple[str, Tests]:

@@ -98,8 +98,11 @@ class DatasetConfig(ConfigTable):
 
     train: FilePath = ""  # JSONL, Parquet or a `datasets` directory
     held_out: FilePath = ""  # the same formats, never trained on
-    prompt: NonEmptyText = "prompt"  # key of the prompt in a row
+    # key of the prompt in a row; keys of inner tables are dotted, as in extra.question
+    prompt: NonEmptyText = "prompt"
     response: NonEmptyText = "response"  # key of the target response for sft
+    # system prompt before each prompt that is a text, in a chat
+    system: str = ""
     # each epoch has its own order of the training rows, by `seed`; false: that of the file
     shuffle: bool = True
     # passes over the training rows, which limit budget.steps; 0: as many as the steps need

@@ -18,6 +18,7 @@ import msgpack
 
 from meshrl.common.base.encoding.finite_json import DECODER, NonFiniteNumber
 from meshrl.common.base.errors import ConfigError
+from meshrl.common.grading.row_values import find_value, format_keys
 from meshrl.common.model.chat.messages import ROLES, parse_conversation
 
 
@@ -73,7 +74,7 @@ class TimedRows:
 
 def _check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
     """Raise ConfigError unless the row's prompt is a text or, with `chat`, messages."""
-    value = row.value.get(prompt_key)
+    value = find_value(row.value, prompt_key)
     if isinstance(value, str):
         return
     if not isinstance(value, list):
@@ -82,7 +83,7 @@ def _check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
             f"{row.location}: the row has no {kinds} {prompt_key!r}"
             + (f", but {value!r:.60}" if value is not None else ""),
             fix="Set dataset.prompt to the key of the prompt in the rows; the row has "
-            f"{', '.join(map(repr, row.value)) or 'nothing'}",
+            f"{format_keys(row.value)}",
         )
     if not chat:
         raise ConfigError(

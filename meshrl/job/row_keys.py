@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from meshrl.common.base.errors import ConfigError
+from meshrl.common.grading.row_values import format_keys, has_value
 from meshrl.common.job import builtin
 from meshrl.common.job.config import JobConfig, RewardPartConfig
 from meshrl.job import references
@@ -29,6 +30,10 @@ class RequiredKey:
     reader: str  # what reads it, for messages
     job_key: str  # the key of the job file that names the reward
     key_option: str = ""  # the option that names another key; empty: there is none
+
+    def has_value(self, row: Mapping[str, Any]) -> bool:
+        """Return True if a row has the key; only keys that an option names may be dotted."""
+        return has_value(row, self.key) if self.key_option else self.key in row
 
 
 def find_required_keys(config: JobConfig, base: Path) -> list[RequiredKey]:
@@ -46,8 +51,8 @@ def find_required_keys(config: JobConfig, base: Path) -> list[RequiredKey]:
 def find_missing_key(row: DatasetRow, keys: list[RequiredKey]) -> tuple[str, str, str] | None:
     """Return (setting, error, fix) for the first key that a row lacks."""
     for needed in keys:
-        if needed.key not in row.value:
-            present_keys = ", ".join(map(repr, row.value)) or "nothing"
+        if not needed.has_value(row.value):
+            present_keys = format_keys(row.value)
             wrong = f"{row.location}: the row has no {needed.key!r}, which {needed.reader} reads"
             choose = f", or set {needed.key_option} to the row's key" if needed.key_option else ""
             return (

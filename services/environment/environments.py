@@ -22,6 +22,7 @@ import msgpack
 from meshrl.common.environment import mcp_client
 from meshrl.common.environment.creation_errors import convert_creation_errors
 from meshrl.common.environment.framing import check_packable, replace_surrogates
+from meshrl.common.grading.row_values import get_value
 from meshrl.common.job import builtin
 from meshrl.common.job.bundle.source_locations import append_location, locate_error, locate_function
 from meshrl.common.mesh.process.entry.child import ChildChannel
@@ -30,6 +31,7 @@ from meshrl.common.model.chat.chat_format import (
     TEMPLATE_FORMAT,
     ChatFormat,
 )
+from meshrl.common.model.chat.messages import add_system_prompt
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.services.environment import threaded_server
 from meshrl.services.environment.answers import InvalidAnswer
@@ -52,6 +54,7 @@ class Environments:
         modules: str = "",
         special_tokens: str = TEMPLATE_FORMAT,
         end_tokens: Sequence[str] = (),
+        system: str = "",
     ) -> None:
         """Create an empty table.
 
@@ -62,7 +65,7 @@ class Environments:
             special_tokens != SPECIAL_TOKENS_ANYWHERE,
             end_tokens,
         )
-        self._factory = factory or partial(SingleTurn, prompt)
+        self._factory = factory or partial(SingleTurn, prompt, system)
         self._tokenizer = tokenizer
         self._chat, self._tools = chat, tools or {}
         self._sessions: dict[int, EnvironmentSession] = {}
@@ -150,11 +153,11 @@ class Environments:
 class SingleTurn:
     """Environment of a job that names none: the prompt, one turn without a call, done."""
 
-    def __init__(self, prompt: str) -> None:
-        self._prompt = prompt
+    def __init__(self, prompt: str, system: str = "") -> None:
+        self._prompt, self._system = prompt, system
 
     def open(self, row: dict[str, Any]) -> Any:
-        return row[self._prompt]
+        return add_system_prompt(get_value(row, self._prompt), self._system)
 
     def step(self, text: str) -> dict[str, Any]:
         return {"done": True}
@@ -199,6 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     found.add_argument("--modules", default=".", help="directory of the job's modules")
     found.add_argument("--tokenizer", required=True)
     found.add_argument("--prompt", default="prompt", help="key of a row's prompt")
+    found.add_argument("--system", default="", help="system prompt before prompts that are texts")
     found.add_argument("--chat", default="", help="chat format; empty: plain text")
     found.add_argument("--chat-options", type=json.loads, default={})
     found.add_argument("--chat-template", type=json.loads, default={}, help="options of Chat.load")
@@ -246,6 +250,7 @@ def build_environments(arguments: argparse.Namespace) -> Environments:
         os.path.realpath(arguments.modules),
         arguments.special_tokens,
         arguments.ends,
+        arguments.system,
     )
 
 

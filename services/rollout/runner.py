@@ -13,6 +13,7 @@ import numpy as np
 
 from meshrl.common.api.engine import FinishReason, SamplingParams
 from meshrl.common.base.errors import ToolFailed
+from meshrl.common.grading.row_values import find_value
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.model.tokens.tokenizer import Tokenizer
@@ -315,7 +316,9 @@ async def fill_supervised(
     """
     trajectory.is_recorded = False
     try:
-        prompt, answer = await environment_pool.encode_answer(trajectory.id, row, row.get(response))
+        prompt, answer = await environment_pool.encode_answer(
+            trajectory.id, row, find_value(row, response)
+        )
         if not answer:
             raise ToolFailed("the answer has no tokens")
         if len(prompt) + len(answer) > max_tokens:

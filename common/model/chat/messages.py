@@ -38,6 +38,13 @@ def parse_conversation(value: Any, roles: Sequence[str] = ()) -> list[Message]:
     ]
 
 
+def add_system_prompt(prompt: Any, system: str) -> Any:
+    """Return a prompt that is a text as messages, after a system prompt; others unchanged."""
+    if not system or not isinstance(prompt, str):
+        return prompt
+    return [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+
+
 def parse_message(
     value: Any, name: str, roles: Sequence[str] = (), has_filled_nulls: bool = False
 ) -> Message:

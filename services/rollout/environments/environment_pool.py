@@ -34,6 +34,7 @@ def build_command(job: JobData) -> list[str]:
         return [*argv, *build_chat_arguments(job)]
     argv = [sys.executable, "-m", "meshrl.services.environment", "--use", config.use, *places]
     argv += ["--prompt", job.config.dataset.prompt, "--threads", str(config.threads)]
+    argv += [f"--system={job.config.dataset.system}"]
     argv += ["--special-tokens", config.special_tokens]
     argv += ["--ends", json.dumps(job.config.rollout.stop)]
     if config.chat:

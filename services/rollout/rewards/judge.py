@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from meshrl.common.base.errors import ToolFailed
 from meshrl.common.grading.answers import extract_answer
+from meshrl.common.grading.row_values import find_value, get_value, has_value
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JudgeConfig
 from meshrl.common.mesh.runtime.mesh import Mesh
@@ -25,7 +26,7 @@ MAX_RETRY_S = 60.0
 RETRY_STATUSES = {408, 409, 425, 429}  # temporary statuses, beside 5xx
 MAX_ANSWER_BYTES = 1 << 20  # maximum size of a server's answer
 MAX_SHOWN_CHARS = 200  # characters of an answer in an error
-_FIELD = re.compile(r"\{(\w+)\}")
+_FIELD = re.compile(r"\{([\w.]+)\}")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -69,13 +70,15 @@ def render_question(
     if answer is None:
         return None
     values = {key: _to_text(value) for key, value in row.items()}
-    values |= {"prompt": _to_text(row.get(prompt, "")), "answer": answer}
+    values |= {"prompt": _to_text(find_value(row, prompt) or ""), "answer": answer}
     parts = [""]
     for place, piece in enumerate(_FIELD.split(template)):
         if place % 2 == 0:
             parts[-1] += piece
         elif piece in values:
             parts += [values[piece], ""]
+        elif has_value(row, piece):
+            parts += [_to_text(get_value(row, piece)), ""]
         else:
             parts[-1] += f"{{{piece}}}"
     return parts

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshrl.common.base.errors import ToolFailed
+from meshrl.common.grading.row_values import find_value
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.rollout.standalone.console import (
@@ -52,7 +53,7 @@ def parse_prompt(line: str, job: JobData) -> PromptRequest:
     prompt, key = str(document["prompt"]), job.config.dataset.prompt
     for which in ("held_out", "train"):
         for row in job.read_rows(which):
-            if row.get(key) == prompt:
+            if find_value(row, key) == prompt:
                 return PromptRequest(row, True)
     return PromptRequest({key: prompt}, False)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from meshrl.common.base.errors import ConfigError, CorruptData
 from meshrl.common.base.files import corruption
 from meshrl.common.base.random import Random
+from meshrl.common.grading.row_values import find_value
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.bundle.model_shape import load_model_config
 from meshrl.common.job.bundle.source_locations import append_location, locate_error, locate_function
@@ -141,7 +142,7 @@ def run_warm_start(
         if weights is not None:
             learner.load_weights(weights)
             return True
-    prompts = (row.get(config.dataset.prompt) for row in data.read_rows("held_out"))
+    prompts = (find_value(row, config.dataset.prompt) for row in data.read_rows("held_out"))
     held_out = {prompt for prompt in prompts if isinstance(prompt, str)}
     chat = bool(config.environment.chat)
     yield from warm_start.run_steps(

@@ -206,6 +206,17 @@ def test_message_environment_receives_turns_without_calls(tokenizer: Tokenizer) 
     assert t.step("7<|im_end|>") == ["done", 1.0]
 
 
+def test_system_prompt_precedes_prompts_that_are_texts(tokenizer: Tokenizer) -> None:
+    chat = ChatFormat.load("qwen3", {}, tokenizer)
+    served = Environments(None, tokenizer, "extra.question", chat, system="be brief")
+    row: dict[str, Any] = {"extra": {"question": "go"}}
+    text = tokenizer.decode(Trajectory(served, tokenizer, row).ids)
+    assert text.index("system\nbe brief<|im_end|>") < text.index("user\ngo<|im_end|>")
+    messages = [{"role": "user", "content": "go"}]
+    row = {"extra": {"question": messages}}
+    assert "be brief" not in tokenizer.decode(Trajectory(served, tokenizer, row).ids)
+
+
 def test_lost_conversation_is_restored(tokenizer: Tokenizer) -> None:
     chat = ChatFormat.load("qwen3", {}, tokenizer)
     served = Environments(None, tokenizer, "prompt", chat, TOOLS)

@@ -218,6 +218,7 @@ FILE_CHECKS: tuple[Check, ...] = (  # which a run has copies of: they do not cha
     check_frozen_models,
     judge_and_evaluation.check_judge,
     files.check_model,
+    files.check_system_prompt,
     files.check_datasets,
     files.check_taskset,
     files.check_rewards,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+from meshrl.common.grading import row_values
 from meshrl.common.job.config import JobConfig
 from meshrl.common.model.chat.chat_format import (
     TEMPLATE_FORMAT,
@@ -13,7 +14,7 @@ from meshrl.common.model.chat.chat_format import (
     ChatFormatError,
     detect_format,
 )
-from meshrl.common.model.chat.messages import parse_conversation
+from meshrl.common.model.chat.messages import add_system_prompt, parse_conversation
 from meshrl.common.model.chat.template_files import read_eos_tokens
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import dataset_rows
@@ -118,7 +119,10 @@ def _check_template(job: JobFile, chat: ChatFormat) -> None:
     for key in ("dataset.train", "dataset.held_out"):
         if name := get_value(config, key):
             row = next(iter(dataset_rows.read_rows(Path(name))))
+            prompt = row_values.get_value(row.value, config.dataset.prompt)
             try:
-                chat.start_conversation(parse_conversation(row.value[config.dataset.prompt]))
+                chat.start_conversation(
+                    parse_conversation(add_system_prompt(prompt, config.dataset.system))
+                )
             except ChatFormatError as error:
                 raise job.make_error(key, f"{row.location}: {error.message}", error.fix) from error

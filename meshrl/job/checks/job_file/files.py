@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from meshrl.common.grading.row_values import find_value
 from meshrl.common.model.chat.messages import parse_message
 from meshrl.common.model.tokens.tokenizer import list_companion_files
 from meshrl.job import dataset_rows, references, row_keys
@@ -65,8 +66,10 @@ def check_datasets(job: JobFile) -> None:
         if not dataset_rows.has_dataset(path):
             raise job.make_error(key, f"{key}: there is no file {path}")
         own = set()
+        has_text = False
         for row in _read_rows(job, key, path):
             own.add(row.identity)
+            has_text = has_text or isinstance(find_value(row.value, config.dataset.prompt), str)
             if key == "dataset.held_out" and row.identity in trained:
                 raise job.make_error(key, f"{row.location} is also in dataset.train")
             if job.is_supervised(key):
@@ -75,6 +78,12 @@ def check_datasets(job: JobFile) -> None:
                 raise job.make_error(*wrong)
         if not own:
             raise job.make_error(key, f"{key}: {path} has no rows")
+        if config.dataset.system and not has_text:
+            raise job.make_error(
+                "dataset.system",
+                f"dataset.system is for prompts that are texts, but all of {key} are messages",
+                "Remove it, and write a message of the role system into each row",
+            )
         trained = own
 
 
@@ -99,6 +108,24 @@ def complete_steps(job: JobFile) -> JobFile:
     return job.with_config(replace(config, budget=replace(config.budget, steps=steps)))
 
 
+def check_system_prompt(job: JobFile) -> None:
+    """Check that the job makes the messages that its system prompt precedes."""
+    if not job.config.dataset.system:
+        return
+    if not job.uses_row_prompts:
+        raise job.make_error(
+            "dataset.system",
+            "dataset.system needs prompts of rows, but the environment makes its own",
+            "Remove it, and let the environment's open() return a message of the role system",
+        )
+    if not job.config.environment.chat:
+        raise job.make_error(
+            "dataset.system",
+            "dataset.system needs a chat, but the job has no chat format",
+            'Set environment.chat, such as "auto", or write the text into each prompt',
+        )
+
+
 def _read_rows(job: JobFile, key: str, path: Path) -> Iterator[dataset_rows.DatasetRow]:
     config = job.config
     prompt = config.dataset.prompt if job.uses_row_prompts else ""
@@ -115,7 +142,7 @@ def _read_rows(job: JobFile, key: str, path: Path) -> Iterator[dataset_rows.Data
 def _check_answer(job: JobFile, row: dataset_rows.DatasetRow) -> None:
     """Check that a row has an answer to learn."""
     key = job.config.dataset.response
-    answer = row.value.get(key)
+    answer = find_value(row.value, key)
     wrong = fix = ""
     if isinstance(answer, dict) and not job.config.environment.chat:
         wrong = f"{key!r} is a message, but the job has no chat format"

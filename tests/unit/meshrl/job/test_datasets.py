@@ -1,4 +1,4 @@
-"""Epochs of a job's datasets."""
+"""Rows of a job's datasets: epochs and dotted keys."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.common.grading.golds import parse_math_gold
+from meshrl.common.grading.row_values import find_value, format_keys
 from tests.unit.meshrl.job.conftest import JobVariant
 
 
@@ -41,3 +43,29 @@ def test_epochs_give_the_steps_of_a_job(
 )
 def test_wrong_order_keys_are_rejected(tiny: JobVariant, setting: str, error: str) -> None:
     assert error in tiny.get_error(setting)
+
+
+ROW = {"a": {"b": {"c": 1}}, "a.b": {"c": 2}, "d": None}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("a", ROW["a"]), ("a.b", {"c": 2}), ("a.b.c", 1), ("d", None), ("d.e", None), ("a.c", None)],
+)
+def test_dotted_keys_name_values_of_inner_tables(key: str, value: object) -> None:
+    assert find_value(ROW, key) == value
+    assert format_keys(ROW) == "'a.b', 'a.b.c', 'd'"
+
+
+def test_rows_with_inner_tables_are_accepted_with_dotted_keys(tiny: JobVariant) -> None:
+    row = '{"extra": {"question": "%s"}, "reward_model": {"ground_truth": "#### 7"}}\n'
+    for name, question in (("train", "1"), ("held", "2")):
+        (tiny.path.parent / f"{name}.jsonl").write_text(row % question)
+    settings = (
+        "reward.use=math",
+        "reward.options.answer=reward_model.ground_truth",
+        "dataset.prompt=extra.question",
+    )
+    config = tiny.load(*settings)
+    gold = {"reward_model": {"ground_truth": "#### 7"}}
+    assert parse_math_gold(gold, config.reward.options) == "7"

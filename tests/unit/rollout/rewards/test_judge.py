@@ -236,3 +236,7 @@ def test_prompt_of_messages_is_formatted_as_text() -> None:
     parts = ["", "system: be brief\nuser: hi", "|{what}", "yo", ""]
     assert render_question("{prompt}|{what}{answer}", "ask", row, turns) == parts
     assert render_question("{prompt}|{answer}", "ask", row, []) is None
+    nested = {"a": {"b": 1}, "q": {"ask": "?"}}
+    assert render_question("{prompt}{a.b}{a.c}", "q.ask", nested, turns) == [
+        *("", "?", "", "1", "{a.c}")
+    ]

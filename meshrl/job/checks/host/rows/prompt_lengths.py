@@ -6,6 +6,8 @@ import time
 from typing import Any
 
 from meshrl.common.base.errors import ConfigError
+from meshrl.common.grading.row_values import find_value
+from meshrl.common.model.chat.messages import add_system_prompt
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import dataset_rows
 from meshrl.job.checks.host.error_texts import join_first
@@ -80,7 +82,8 @@ def extract_texts(job: JobFile, key: str, row: dataset_rows.DatasetRow) -> list[
     """Return the prompt, and perhaps the answer, of a row of the dataset `key`."""
     dataset = job.config.dataset
     keys = [dataset.prompt, dataset.response] if job.is_supervised(key) else [dataset.prompt]
-    return [extract_text(row.value.get(key)) for key in keys]
+    prompt, *answers = (find_value(row.value, key) for key in keys)
+    return list(map(extract_text, [add_system_prompt(prompt, dataset.system), *answers]))
 
 
 def extract_text(value: Any) -> str:
