@@ -50,8 +50,9 @@ class MeshConfig(ConfigTable):
 class TrainedModelConfig(ConfigTable):
     """`[model]`: trained model."""
 
-    # a Hugging Face directory (config.json, safetensors); empty: start from scratch
+    # a Hugging Face directory (config.json, safetensors) or a Hub id; empty: start from scratch
     path: FilePath = ""
+    revision: str = ""  # branch, tag or commit of a Hub model; empty: main
     # keys of config.json for a model from scratch
     config: OptionsTable = field(default_factory=dict)
     tokenizer: FilePath = ""  # a tokenizer.json with its companion files; empty: the one in `path`
@@ -69,8 +70,9 @@ INITIAL = "initial"  # path of a frozen model that has the initial weights of th
 class FrozenModelConfig(ConfigTable):
     """`[models.<role>]`: frozen model."""
 
-    # a Hugging Face directory; initial: the job's initial weights; empty: no such model
+    # a Hugging Face directory or a Hub id; initial: the job's initial weights; empty: no such model
     path: FilePath = ""
+    revision: str = ""  # branch, tag or commit of a Hub model; empty: main
     engine: Literal["torch"] = "torch"
     backend: EngineBackend = "auto"  # backend of the built-in engine, as rollout.backend
     dtype: Dtype = "float32"  # type of its weights and cache
@@ -96,8 +98,15 @@ class ModelsConfig(ConfigTable):
 class DatasetConfig(ConfigTable):
     """`[dataset]`: rows for training and evaluation."""
 
-    train: FilePath = ""  # JSONL, Parquet or a `datasets` directory
+    train: FilePath = ""  # JSONL, JSON, CSV, Parquet, a `datasets` directory, or a Hub id
     held_out: FilePath = ""  # the same formats, never trained on
+    config: str = ""  # configuration of a dataset that has several; empty: its default
+    revision: str = ""  # branch, tag or commit of Hub datasets; empty: main
+    # splits of a dataset that has several
+    train_split: NonEmptyText = "train"
+    held_out_split: NonEmptyText = "test"
+    # row key -> existing key, which may be dotted: further keys of each row
+    columns: dict[str, NonEmptyText] = field(default_factory=dict)
     # key of the prompt in a row; keys of inner tables are dotted, as in extra.question
     prompt: NonEmptyText = "prompt"
     response: NonEmptyText = "response"  # key of the target response for sft
@@ -420,6 +429,10 @@ class EvaluationDataset(ConfigTable):
 
     name: FigureName  # prefix of its figures' names
     path: Annotated[FilePath, MinLen(1)]  # rows as in dataset.held_out
+    config: str = ""  # the following four: as in [dataset]
+    revision: str = ""
+    split: NonEmptyText = "test"
+    columns: dict[str, NonEmptyText] = field(default_factory=dict)
     problems: PositiveInteger = 256  # number of first problems
     samples: PositiveInteger = 1  # samples per problem
     temperature: NonNegativeNumber = 1.0  # 0: greedy

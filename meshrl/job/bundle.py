@@ -32,6 +32,7 @@ from meshrl.common.model.tokens.tokenizer import list_companion_files
 from meshrl.directory.directory_paths import write_json
 from meshrl.job import dataset_rows, edited_job_file, references, tasksets
 from meshrl.job.model_files import load_shape
+from meshrl.job.row_files.data_source import list_sources
 
 MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -92,6 +93,7 @@ def _fill_bundle(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]
     if config.environment.verifiers and not config.dataset.train:
         held_out, train = tasksets.load_tasks(config, staging / "modules")
         drawn = {"dataset.train": train, "dataset.held_out": held_out}
+    sources = {source.key: source for source in list_sources(config)}
     for file in list_named_files(config):
         target = staging / file.bundle_path
         if lines := drawn.get(file.key):
@@ -104,7 +106,8 @@ def _fill_bundle(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]
         elif not file.path:
             continue
         elif file.is_dataset:
-            _write_lines(target, (row.json_line for row in dataset_rows.read_rows(Path(file.path))))
+            rows = dataset_rows.read_rows(sources[file.key])
+            _write_lines(target, (row.json_line for row in rows))
         else:
             for pattern in MODEL_FILE_PATTERNS:
                 for source in sorted(Path(file.path).glob(pattern)):

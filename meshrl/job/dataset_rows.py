@@ -1,75 +1,77 @@
-"""Reader of dataset files, row by row, with checks before a mesh starts.
-
-JSONL; Parquet, one file, a pattern (`train-*.parquet`) or a directory of them; and the output of
-`save_to_disk` of Hugging Face's `datasets`.
-"""
+"""Reader of a job's rows, with checks before a mesh starts."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgpack
 
-from meshrl.common.base.encoding.finite_json import DECODER, NonFiniteNumber
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.grading.row_values import find_value, format_keys
+from meshrl.common.grading.row_values import find_value, format_keys, get_value
 from meshrl.common.model.chat.messages import ROLES, parse_conversation
+from meshrl.job.row_files.data_source import DataSource
+from meshrl.job.row_files.dataset_row import DatasetRow
+from meshrl.job.row_files.file_locations import find_files
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetRow:
-    location: str  # file and line, for messages
-    value: dict[str, Any]
-    json_line: str  # as JSON, without a line break
+def read_rows(
+    source: DataSource, prompt_key: str = "", *, chat: bool = False
+) -> Iterator[DatasetRow]:
+    """Yield the rows of a source: the only function that loads rows, from any format and place.
 
-    @property
-    def identity(self) -> bytes:
-        """Bytes that are equal for equal rows, in any notation."""
-        text = json.dumps(self.value, sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def has_dataset(path: Path) -> bool:
-    """Return True if a file exists at a dataset's path, which may be a pattern."""
-    return path.exists() or bool(_match_pattern(path))
-
-
-def read_rows(path: Path, prompt_key: str = "", *, chat: bool = False) -> Iterator[DatasetRow]:
-    """Yield the rows of a dataset, without blank lines.
+    Blank lines are left out, and the keys of `source.columns` are added. Files of the Hub are
+    fetched into its cache first.
 
     Raises ConfigError with the place of a row that is no object of plain JSON values, that cannot
-    be sent, or whose `prompt_key` is no string (with `chat`: no string and no list of messages).
+    be sent, that lacks a column, or whose `prompt_key` is no string (with `chat`: no string and no
+    list of messages). `where` of the error may be the job key of a wrong option.
     """
-    for row in _read_any(path):
-        check_sendable(row.location, row.value)
-        if prompt_key:
-            _check_prompt(row, prompt_key, chat)
-        yield row
+    for file in find_files(source):
+        for row in file.read():
+            if source.columns:
+                row = _add_columns(row, source)
+            check_sendable(row.location, row.value)
+            if prompt_key:
+                _check_prompt(row, prompt_key, chat)
+            yield row
+
+
+def _add_columns(row: DatasetRow, source: DataSource) -> DatasetRow:
+    """Return the row with the keys of the source's column map."""
+    value = dict(row.value)
+    for column, key in source.columns.items():
+        try:
+            value[column] = get_value(row.value, key)
+        except KeyError:
+            option = source.get_option_key("columns")
+            raise ConfigError(
+                f"{row.location}: the row has no {key!r}, which {option} names; it has "
+                f"{format_keys(row.value)}",
+                where=option,
+                fix=f"Set {option}.{column} to a key of the rows",
+            ) from None
+    return DatasetRow.from_value(row.location, value)
 
 
 class TimedRows:
     """Rows of several datasets, which share a time limit in equal parts."""
 
-    def __init__(self, datasets: Sequence[tuple[str, Path]], time_limit_s: float) -> None:
-        self._datasets, self._time_limit_s = datasets, time_limit_s
+    def __init__(self, sources: Sequence[DataSource], time_limit_s: float) -> None:
+        self._sources, self._time_limit_s = sources, time_limit_s
         self.is_partial = False  # there were more rows than time
 
     def __iter__(self) -> Iterator[tuple[str, DatasetRow]]:
         """Yield (key of the dataset, row)."""
         until = time.monotonic()
-        for key, path in self._datasets:
-            until += self._time_limit_s / len(self._datasets)
-            for number, row in enumerate(read_rows(path)):
+        for source in self._sources:
+            until += self._time_limit_s / len(self._sources)
+            for number, row in enumerate(read_rows(source)):
                 if number and time.monotonic() > until:
                     self.is_partial = True
                     break
-                yield key, row
+                yield source.key, row
 
 
 def _check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
@@ -119,167 +121,3 @@ def _explain_unsendable(value: dict[str, Any]) -> str:
     except (OverflowError, ValueError) as error:
         return str(error)
     return ""
-
-
-def _read_any(path: Path) -> Iterator[DatasetRow]:
-    if path.is_dir():
-        return _read_directory(path)
-    if matches := _match_pattern(path):
-        return _read_parquet(matches)
-    return _read_parquet([path]) if path.suffix == ".parquet" else _read_jsonl(path)
-
-
-def _match_pattern(path: Path) -> list[Path]:
-    return sorted(path.parent.glob(path.name)) if "*" in path.name else []
-
-
-def _read_jsonl(path: Path) -> Iterator[DatasetRow]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            place = f"{path}, line {number}"
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                value = DECODER.decode(line) if line else None
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{place}: not UTF-8 ({error.reason})") from error
-            except json.JSONDecodeError as error:
-                raise ConfigError(
-                    f"{place}: not JSON ({error.msg}, column {error.colno})",
-                    fix="Write one JSON object on each line",
-                ) from error
-            except RecursionError as error:
-                raise ConfigError(f"{place}: lists or tables are nested too deeply") from error
-            except NonFiniteNumber as error:
-                parsed = json.loads(line)
-                message = (
-                    _explain_bad_value(parsed)
-                    if isinstance(parsed, dict)
-                    else "a number is not finite"
-                )
-                raise ConfigError(
-                    f"{place}: {message}: {error}",
-                    fix="Write null or a finite number, or remove the row",
-                ) from error
-            except ValueError as error:  # more digits than Python reads
-                raise ConfigError(
-                    f"{place}: a number cannot be read ({error})",
-                    fix="Write the number as text; tests of code may be JSON text",
-                ) from error
-            if not line:
-                continue
-            if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{place}: a row must be a JSON object, not {type(value).__name__}"
-                )
-            yield DatasetRow(place, value, line)
-
-
-def _read_directory(path: Path) -> Iterator[DatasetRow]:
-    if (path / "dataset_dict.json").is_file():
-        splits = _read_json_list(path / "dataset_dict.json", "splits")
-        raise ConfigError(
-            f"{path} contains several splits: {', '.join(splits)}",
-            fix=f"Name one of them, such as {path / splits[0]}",
-        )
-    if (path / "state.json").is_file():
-        return _read_saved_dataset(path)
-    files = sorted(path.glob("*.parquet"))
-    splits = sorted({name.partition("-")[0] for f in files if "-of-" in (name := f.name)})
-    if len(splits) > 1:
-        raise ConfigError(
-            f"{path} contains files of several splits: {', '.join(splits)}",
-            fix=f"Name the files of one split, such as {path / (splits[0] + '-*.parquet')}",
-        )
-    if not files:
-        raise ConfigError(
-            f"{path} is not a dataset: it contains neither state.json nor *.parquet",
-            fix="Name a JSONL or Parquet file, a directory of Parquet files, or one that "
-            "datasets.Dataset.save_to_disk wrote",
-        )
-    return _read_parquet(files)
-
-
-def _read_saved_dataset(path: Path) -> Iterator[DatasetRow]:
-    """Yield the rows that `save_to_disk` wrote: Arrow streams, listed in state.json."""
-    arrow = _import_pyarrow(path)
-    if _read_json_list(path / "state.json", "_indices_data_files", []):
-        raise ConfigError(
-            f"{path} contains a selection of rows, not the rows themselves",
-            fix="Call flatten_indices() before you save the dataset",
-        )
-    for entry in _read_json_list(path / "state.json", "_data_files"):
-        file = path / str(entry["filename"] if isinstance(entry, dict) else entry)
-        try:
-            with arrow.OSFile(str(file)) as opened, arrow.ipc.open_stream(opened) as stream:
-                yield from _read_batches(file, stream)
-        except (OSError, arrow.ArrowInvalid) as error:
-            message = str(error).partition(". Detail")[0]
-            raise ConfigError(
-                f"{file} cannot be read: {message}", fix="Save the dataset again"
-            ) from error
-
-
-def _read_json_list(file: Path, key: str, default: list[Any] | None = None) -> list[Any]:
-    """Return a list in a JSON file that `datasets` wrote; raise ConfigError if it is missing."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        listed = found.get(key, default) or default
-        if isinstance(listed, list):
-            return listed
-        message = f"the file has no list {key!r}"
-    except (OSError, ValueError, AttributeError) as error:
-        message = str(error)
-    raise ConfigError(
-        f"{file} is not a file of the package datasets: {message}", fix="Save the dataset again"
-    )
-
-
-def _read_parquet(files: list[Path]) -> Iterator[DatasetRow]:
-    arrow = _import_pyarrow(files[0])
-    from pyarrow import parquet
-
-    for path in files:
-        try:
-            file = parquet.ParquetFile(path)
-        except arrow.ArrowInvalid as error:
-            raise ConfigError(f"{path}: not Parquet ({error})") from error
-        with file:
-            yield from _read_batches(path, file.iter_batches())
-
-
-def _read_batches(path: Path, batches: Any) -> Iterator[DatasetRow]:
-    number = 0
-    for batch in batches:
-        for value in batch.to_pylist():
-            number += 1
-            place = f"{path}, row {number}"
-            try:
-                line = json.dumps(value, allow_nan=False, ensure_ascii=False)
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{place}: {_explain_bad_value(value)}",
-                    fix="Use only text, numbers, lists and tables",
-                ) from error
-            yield DatasetRow(place, value, line)
-
-
-def _explain_bad_value(value: dict[str, Any]) -> str:
-    for column, cell in value.items():
-        try:
-            json.dumps(cell, allow_nan=False)
-        except TypeError as error:
-            return f"column {column!r} is not plain data ({error})"
-        except ValueError:
-            return f"column {column!r} contains a number that is not finite"
-    return "the row is not plain data"
-
-
-def _import_pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: the package pyarrow, which reads this file, is not installed",
-            fix="Run `pip install 'meshrl[data]'`",
-        ) from error
-    return pyarrow

@@ -12,6 +12,7 @@ from typing import Any
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.named_files import NamedFile, list_named_files
+from meshrl.job.row_files.data_source import DataSource, list_sources
 
 MakeError = Callable[..., ConfigError]  # (key, message, fix): the error that names the key's line
 MESSAGE_WITH_LOCATION = "{key}: {error.message}{place}"
@@ -49,15 +50,14 @@ class JobFile:
             ) from error
 
     @property
-    def datasets(self) -> list[tuple[str, Path]]:
-        """Key and path of each dataset."""
-        return [
-            (f.key, Path(f.path)) for f in list_named_files(self.config) if f.is_dataset and f.path
-        ]
+    def datasets(self) -> list[DataSource]:
+        """Sources of the job's rows."""
+        return list_sources(self.config)
 
     @property
-    def scored_datasets(self) -> list[tuple[str, Path]]:
-        return [(key, path) for key, path in self.datasets if not self.is_supervised(key)]
+    def scored_datasets(self) -> list[DataSource]:
+        """Sources of rows whose answers are sampled."""
+        return [source for source in self.datasets if not self.is_supervised(source.key)]
 
     def is_supervised(self, key: str) -> bool:
         """Return True for the dataset whose answers are learned."""

@@ -19,7 +19,7 @@ from meshrl.common.grading.row_values import format_keys, has_value
 from meshrl.common.job import builtin
 from meshrl.common.job.config import JobConfig, RewardPartConfig
 from meshrl.job import references
-from meshrl.job.dataset_rows import DatasetRow
+from meshrl.job.row_files.dataset_row import DatasetRow
 
 ANSWER_KEY = "answer"  # the row's key, and the group of a pattern, that rewards compare with
 

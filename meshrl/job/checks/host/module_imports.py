@@ -92,7 +92,7 @@ def _find_shadowing_modules(job: JobFile, modules: Path) -> Iterator[MeshError]:
 
 def _sample_rows(job: JobFile) -> list[dict[str, Any]]:
     """Return the first row of each dataset, and further rows while time remains."""
-    read: dict[str, list[dict[str, Any]]] = {key: [] for key, _ in job.datasets}
+    read: dict[str, list[dict[str, Any]]] = {source.key: [] for source in job.datasets}
     for key, row in TimedRows(job.datasets, SAMPLE_TIME_S):
         read[key].append({"key": key, "location": row.location, "value": row.value})
     first = [found[0] for found in read.values() if found]

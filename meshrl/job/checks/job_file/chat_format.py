@@ -18,7 +18,7 @@ from meshrl.common.model.chat.messages import add_system_prompt, parse_conversat
 from meshrl.common.model.chat.template_files import read_eos_tokens
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import dataset_rows
-from meshrl.job.job_file import MESSAGE_WITH_FIX, MESSAGE_WITH_LOCATION, JobFile, get_value
+from meshrl.job.job_file import MESSAGE_WITH_FIX, MESSAGE_WITH_LOCATION, JobFile
 
 CHAT_OPTION_DEFAULTS = {
     "chat_options": {},
@@ -116,13 +116,14 @@ def _check_template(job: JobFile, chat: ChatFormat) -> None:
         )
     if not job.uses_row_prompts:
         return
-    for key in ("dataset.train", "dataset.held_out"):
-        if name := get_value(config, key):
-            row = next(iter(dataset_rows.read_rows(Path(name))))
+    for source in job.datasets:
+        if source.key.startswith("dataset."):
+            row = next(dataset_rows.read_rows(source))
             prompt = row_values.get_value(row.value, config.dataset.prompt)
             try:
                 chat.start_conversation(
                     parse_conversation(add_system_prompt(prompt, config.dataset.system))
                 )
             except ChatFormatError as error:
-                raise job.make_error(key, f"{row.location}: {error.message}", error.fix) from error
+                wrong = f"{row.location}: {error.message}"
+                raise job.make_error(source.key, wrong, error.fix) from error

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from meshrl.common.base.errors import ConfigError
 from meshrl.common.grading.row_values import find_value
 from meshrl.common.model.chat.messages import parse_message
 from meshrl.common.model.tokens.tokenizer import list_companion_files
 from meshrl.job import dataset_rows, references, row_keys
 from meshrl.job.checks.job_file.algorithm import REWARDLESS_ALGORITHMS
 from meshrl.job.job_file import MESSAGE_WITH_FIX, JobFile, get_value
+from meshrl.job.row_files.data_source import DataSource
+from meshrl.job.row_files.dataset_row import DatasetRow
+from meshrl.job.row_files.file_locations import has_source
 
 
 def check_model(job: JobFile) -> None:
@@ -62,12 +66,13 @@ def check_datasets(job: JobFile) -> None:
         )
     keys = row_keys.find_required_keys(config, job.base)
     trained: set[bytes] = set()
-    for key, path in job.datasets:
-        if not dataset_rows.has_dataset(path):
+    for source in job.datasets:
+        key, path = source.key, source.path
+        if not has_source(source):
             raise job.make_error(key, f"{key}: there is no file {path}")
         own = set()
         has_text = False
-        for row in _read_rows(job, key, path):
+        for row in _read_rows(job, source):
             own.add(row.identity)
             has_text = has_text or isinstance(find_value(row.value, config.dataset.prompt), str)
             if key == "dataset.held_out" and row.identity in trained:
@@ -101,7 +106,7 @@ def complete_steps(job: JobFile) -> JobFile:
             "dataset.epochs needs dataset.train: tasks are counted when the job is packed",
             "Set budget.steps",
         )
-    rows = sum(1 for _ in _read_rows(job, "dataset.train", Path(config.dataset.train)))
+    rows = sum(1 for _ in _read_rows(job, job.datasets[0]))
     steps = -(-epochs * rows // config.algorithm.groups_per_step)
     if "steps" in job.raw_document.get("budget", {}):
         steps = min(steps, config.budget.steps)
@@ -126,12 +131,15 @@ def check_system_prompt(job: JobFile) -> None:
         )
 
 
-def _read_rows(job: JobFile, key: str, path: Path) -> Iterator[dataset_rows.DatasetRow]:
-    config = job.config
+def _read_rows(job: JobFile, source: DataSource) -> Iterator[DatasetRow]:
+    config, key, path = job.config, source.key, source.path
     prompt = config.dataset.prompt if job.uses_row_prompts else ""
     try:
-        with job.locate_errors(key):
-            yield from dataset_rows.read_rows(path, prompt, chat=bool(config.environment.chat))
+        yield from dataset_rows.read_rows(source, prompt, chat=bool(config.environment.chat))
+    except ConfigError as error:
+        place = error.where or key
+        wrong = error.message if error.where else f"{key}: {error.message}"
+        raise job.make_error(place, wrong, error.fix) from error
     except OSError as error:
         wrong = f"{key}: {error.filename or path} cannot be read: {error.strerror}"
         raise job.make_error(
@@ -139,7 +147,7 @@ def _read_rows(job: JobFile, key: str, path: Path) -> Iterator[dataset_rows.Data
         ) from error
 
 
-def _check_answer(job: JobFile, row: dataset_rows.DatasetRow) -> None:
+def _check_answer(job: JobFile, row: DatasetRow) -> None:
     """Check that a row has an answer to learn."""
     key = job.config.dataset.response
     answer = find_value(row.value, key)

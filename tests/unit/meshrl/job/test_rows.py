@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import gzip
 import json
 import textwrap
 from datetime import date
@@ -19,6 +20,8 @@ from meshrl.common.model.chat.messages import parse_conversation
 from meshrl.job import dataset_rows, tasksets
 from meshrl.job.bundle import pack_bundle
 from meshrl.job.job_reader import load_config
+from meshrl.job.row_files.data_source import DataSource
+from meshrl.job.row_files.file_locations import has_source
 from meshrl.job.row_keys import find_unconditional_keys
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.common.model.templates.formats import FORMATS
@@ -33,6 +36,17 @@ ROWS: list[dict[str, Any]] = [
 def jsonl(path: Path, values: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(v) + "\n" for v in values))
     return path
+
+
+def json_array(path: Path, values: list[dict[str, Any]]) -> Path:
+    path.write_text(json.dumps(values, indent=1))
+    return path
+
+
+def gzip_file(path: Path) -> Path:
+    target = path.with_name(f"{path.name}.gz")
+    target.write_bytes(gzip.compress(path.read_bytes()))
+    return target
 
 
 def parquet_file(path: Path, values: list[dict[str, Any]]) -> Path:
@@ -62,8 +76,9 @@ def save_dataset(path: Path, values: list[dict[str, Any]], shards: int = 1) -> P
     return path
 
 
-def values(path: Path) -> list[dict[str, Any]]:
-    return [row.value for row in dataset_rows.read_rows(path, "prompt")]
+def values(path: Path, *, chat: bool = False, **options: Any) -> list[dict[str, Any]]:
+    source = DataSource(str(path), **options)
+    return [row.value for row in dataset_rows.read_rows(source, "prompt", chat=chat)]
 
 
 def test_all_formats_yield_the_same_rows(tmp_path: Path) -> None:
@@ -72,13 +87,16 @@ def test_all_formats_yield_the_same_rows(tmp_path: Path) -> None:
     parquet_file(several / "train-00001-of-00002.parquet", ROWS[3:])
     for path in (
         jsonl(tmp_path / "rows.jsonl", ROWS),
+        jsonl(tmp_path / "lines.json", ROWS),
+        json_array(tmp_path / "rows.json", ROWS),
+        gzip_file(json_array(tmp_path / "zipped.json", ROWS)),
         parquet_file(tmp_path / "rows.parquet", ROWS),
         several,
         several / "train-*.parquet",
         save_dataset(tmp_path / "saved", ROWS),
         save_dataset(tmp_path / "sharded", ROWS, shards=3),
     ):
-        assert dataset_rows.has_dataset(path)
+        assert has_source(DataSource(str(path)))
         assert values(path) == ROWS, path
 
 
@@ -86,21 +104,36 @@ def test_equal_rows_have_one_identity_in_all_formats(tmp_path: Path) -> None:
     written = tmp_path / "rows.jsonl"
     written.write_text('{"more":{"no":null,"share":0.5}, "tags":["a","\\u00fc"],"answer":0, ')
     written.write_text(written.read_text() + '"prompt":"what is 0?"}\n')
-    (one,) = dataset_rows.read_rows(written)
-    first = next(dataset_rows.read_rows(parquet_file(tmp_path / "rows.parquet", ROWS)))
+    (one,) = dataset_rows.read_rows(DataSource(str(written)))
+    path = parquet_file(tmp_path / "rows.parquet", ROWS)
+    first = next(dataset_rows.read_rows(DataSource(str(path))))
     assert one.identity == first.identity and one.json_line != first.json_line
 
 
-def test_directory_with_several_splits_is_rejected_with_their_names(tmp_path: Path) -> None:
+def test_directory_with_several_splits_yields_the_named_one(tmp_path: Path) -> None:
     parquet_file(tmp_path / "hub/train-00000-of-00001.parquet", ROWS)
-    parquet_file(tmp_path / "hub/test-00000-of-00001.parquet", ROWS)
-    with pytest.raises(ConfigError, match=r"several splits: test, train.*test-\*\.parquet"):
-        values(tmp_path / "hub")
+    parquet_file(tmp_path / "hub/test-00000-of-00001.parquet", ROWS[:2])
     save_dataset(tmp_path / "both/train", ROWS)
+    save_dataset(tmp_path / "both/test", ROWS[:2])
     (tmp_path / "both/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ConfigError, match=r"several splits: train, test.*both/train"):
-        values(tmp_path / "both")
+    for directory in (tmp_path / "hub", tmp_path / "both"):
+        assert values(directory) == ROWS
+        assert values(directory, split="test") == ROWS[:2]
+        with pytest.raises(
+            ConfigError, match=r"train_split = 'dev': .* has (test, train|train, t)"
+        ):
+            values(directory, split="dev")
     assert values(tmp_path / "both/train") == ROWS
+
+
+def test_columns_add_keys_also_from_tables(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", ROWS)
+    columns = {"gold": "answer", "half": "more.share"}
+    assert values(path, columns=columns)[3] == {**ROWS[3], "gold": 3, "half": 0.5}
+    with pytest.raises(ConfigError) as caught:
+        values(path, columns={"gold": "more.solution"}, key="evaluation.datasets[0].path")
+    assert caught.value.where == "evaluation.datasets[0].columns"
+    assert "line 1: the row has no 'more.solution'" in caught.value.message
 
 
 def test_invalid_dataset_error_names_the_expected_formats(tmp_path: Path) -> None:
@@ -110,7 +143,38 @@ def test_invalid_dataset_error_names_the_expected_formats(tmp_path: Path) -> Non
     (tmp_path / "text.parquet").write_text("{}")
     with pytest.raises(ConfigError, match=r"text\.parquet: not Parquet"):
         values(tmp_path / "text.parquet")
-    assert not dataset_rows.has_dataset(tmp_path / "train-*.parquet")
+    assert not has_source(DataSource(str(tmp_path / "train-*.parquet")))
+
+
+def test_csv_values_are_texts_that_may_span_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('\ufeffprompt,answer\n"1+1,\n=?",007\n\n"say ""a""",\n', encoding="utf-8")
+    assert values(path) == [
+        {"prompt": "1+1,\n=?", "answer": "007"},
+        {"prompt": 'say "a"', "answer": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", b"prompt,answer\n1,2\n1,2,3\n", "a.csv, line 3: the row has 3 values"),
+        ("a.csv", b"prompt,prompt\n1,2\n", "a.csv, line 1: column 'prompt' appears twice"),
+        ("a.csv", b'prompt\n"1\n', "a.csv, line 2: not CSV"),
+        ("a.csv", b"prompt\n\xff\n", "a.csv, line 2: not UTF-8"),
+        ("a.json", b'[{"prompt": "1"}, 2]', "a.json, item 2: a row must be a JSON object"),
+        ("a.json", b'[{"prompt": "1"}', "a.json: not JSON"),
+        ("a.json", b'{\n "data": []}', "a.json, line 1: not JSON"),
+        ("a.jsonl.gz", b"{}", "a.jsonl.gz: the file cannot be decompressed"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "a.jsonl.gz: the file cannot be"),
+    ],
+)
+def test_malformed_file_error_names_the_line(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        values(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +222,7 @@ def test_row_without_a_prompt_is_named(tmp_path: Path) -> None:
 def test_message_prompts_need_a_chat_format(tmp_path: Path) -> None:
     message = {"role": "user", "content": "hello"}
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": [message]}, {"prompt": "hello"}])
-    assert len(list(dataset_rows.read_rows(path, "prompt", chat=True))) == 2
+    assert len(list(dataset_rows.read_rows(DataSource(str(path)), "prompt", chat=True))) == 2
     with pytest.raises(ConfigError, match=r"line 1: 'prompt' is a list.* the job has no chat"):
         values(path)
     for bad, says in (
@@ -169,7 +233,7 @@ def test_message_prompts_need_a_chat_format(tmp_path: Path) -> None:
     ):
         path = jsonl(tmp_path / "rows.jsonl", [{"prompt": bad}])
         with pytest.raises(ConfigError, match=says):
-            list(dataset_rows.read_rows(path, "prompt", chat=True))
+            list(dataset_rows.read_rows(DataSource(str(path)), "prompt", chat=True))
 
 
 def test_conversation_with_null_fields_from_parquet_is_accepted(tmp_path: Path) -> None:
@@ -180,7 +244,10 @@ def test_conversation_with_null_fields_from_parquet_is_accepted(tmp_path: Path) 
         {"role": "tool", "content": "2", "tool_call_id": "a"},
     ]
     path = parquet_file(tmp_path / "rows.parquet", [{"prompt": messages}, {"prompt": messages[:1]}])
-    read = [row.value["prompt"] for row in dataset_rows.read_rows(path, "prompt", chat=True)]
+    read = [
+        row.value["prompt"]
+        for row in dataset_rows.read_rows(DataSource(str(path)), "prompt", chat=True)
+    ]
     assert read[0][0] == messages[0] | {"tool_calls": None, "tool_call_id": None}
     assert parse_conversation(read[0]) == parse_conversation(messages)
 
@@ -216,7 +283,10 @@ def test_held_out_row_in_the_training_set_is_found_across_formats(job: Path) -> 
 
 def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert [row.value["prompt"] for row in dataset_rows.read_rows(tmp_path / "rows.jsonl")] == [
+    assert [
+        row.value["prompt"]
+        for row in dataset_rows.read_rows(DataSource(str(tmp_path / "rows.jsonl")))
+    ] == [
         "a",
         "b",
     ]
@@ -225,13 +295,13 @@ def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 def test_too_deeply_nested_row_is_rejected_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' + "[" * 5000 + "]" * 5000 + "\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: .* nested too deeply"):
-        list(dataset_rows.read_rows(tmp_path / "rows.jsonl"))
+        list(dataset_rows.read_rows(DataSource(str(tmp_path / "rows.jsonl"))))
 
 
 def test_number_with_too_many_digits_is_rejected_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"n": ' + "9" * 5000 + "}\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: a number cannot be read"):
-        list(dataset_rows.read_rows(tmp_path / "rows.jsonl"))
+        list(dataset_rows.read_rows(DataSource(str(tmp_path / "rows.jsonl"))))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +318,7 @@ def test_number_with_too_many_digits_is_rejected_with_its_line(tmp_path: Path) -
 def test_invalid_saved_dataset_names_its_file(tmp_path: Path, file: str, content: str) -> None:
     (tmp_path / file).write_text(content)
     with pytest.raises(ConfigError) as caught:
-        list(dataset_rows.read_rows(tmp_path))
+        list(dataset_rows.read_rows(DataSource(str(tmp_path))))
     assert str(tmp_path / ("absent.arrow" if "absent" in content else file)) in str(caught.value)
     assert "\n" not in str(caught.value) and caught.value.fix
 

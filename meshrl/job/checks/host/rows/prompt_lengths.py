@@ -13,6 +13,7 @@ from meshrl.job import dataset_rows
 from meshrl.job.checks.host.error_texts import join_first
 from meshrl.job.checks.host.tokens import load_job_tokenizer
 from meshrl.job.job_file import JobFile
+from meshrl.job.row_files.dataset_row import DatasetRow
 
 TIME_LIMIT_S = (
     1.5  # for all rows together: the longest ones come first, and the rest as far as it lasts
@@ -30,7 +31,7 @@ def check_prompt_lengths(job: JobFile) -> None:
         return
     tokenizer, room = load_job_tokenizer(job), config.rollout.max_tokens
     until = time.monotonic() + TIME_LIMIT_S
-    read: dict[str, list[tuple[str, list[str]]]] = {key: [] for key, _ in job.datasets}
+    read: dict[str, list[tuple[str, list[str]]]] = {source.key: [] for source in job.datasets}
     for key, row in dataset_rows.TimedRows(job.datasets, TIME_LIMIT_S / 2):
         read[key].append((row.location, extract_texts(job, key, row)))
     for key, found in read.items():
@@ -78,7 +79,7 @@ def count_tokens(
         raise job.make_error(key, f"{location}: {error.message}", error.fix) from error
 
 
-def extract_texts(job: JobFile, key: str, row: dataset_rows.DatasetRow) -> list[str]:
+def extract_texts(job: JobFile, key: str, row: DatasetRow) -> list[str]:
     """Return the prompt, and perhaps the answer, of a row of the dataset `key`."""
     dataset = job.config.dataset
     keys = [dataset.prompt, dataset.response] if job.is_supervised(key) else [dataset.prompt]

@@ -1,0 +1,1 @@
+"""Files of a job's rows: where they are, and their formats."""
