@@ -38,7 +38,7 @@ def _parse_run_argument(text: str) -> Path:
     """Return the run directory of an argument; download the run first if the argument is a URL."""
     if "://" not in text:
         return Path(text)
-    from meshrl.run.run_download import download_run
+    from meshrl.runs.run_download import download_run
 
     return download_run(text)
 

@@ -43,7 +43,7 @@ def watch(
         from meshrl.commands import token_jobs
 
         raise typer.Exit(token_jobs.watch_job(token, str(run)))
-    from meshrl.run.monitoring import run_watch
+    from meshrl.runs.monitoring import run_watch
 
     raise typer.Exit(run_watch.watch_run(run, mesh))
 
@@ -71,7 +71,7 @@ def wait(
         from meshrl.commands import token_jobs
 
         raise typer.Exit(token_jobs.wait_for_job(token, str(run), timeout, json))
-    from meshrl.run import completion
+    from meshrl.runs import completion
 
     raise typer.Exit(completion.wait_for_run(run, mesh, timeout, json))
 
@@ -96,7 +96,7 @@ def cancel(
         from meshrl.commands import token_jobs
 
         raise typer.Exit(token_jobs.cancel_job(token, str(run), json))
-    from meshrl.run import completion
+    from meshrl.runs import completion
 
     raise typer.Exit(completion.cancel_run(run, mesh, json))
 
@@ -272,7 +272,7 @@ def top(
 
         meshrl top --json
     """
-    from meshrl.run.monitoring import mesh_top as showing
+    from meshrl.runs.monitoring import mesh_top as showing
 
     if token and not mesh:
         raise typer.Exit(showing.show_top_by_token(token, once, json))

@@ -73,7 +73,7 @@ def run(
             table.add_row(*row)
         Console(stderr=True).print(table)
         return
-    from meshrl.run import session
+    from meshrl.runs import session
 
     raise typer.Exit(session.run_job(found.config, found.base, force, job))
 
@@ -131,7 +131,7 @@ def resume(
     from meshrl.directory.directory_paths import require_run
 
     require_run(run)  # first, because what follows takes a second to import
-    from meshrl.run import resumption
+    from meshrl.runs import resumption
 
     raise typer.Exit(resumption.resume_run(run, merge_overrides(set_, overrides)))
 
@@ -217,7 +217,7 @@ def evaluate(
 
         meshrl eval runs/calculator examples/calculator.toml --best --json
     """
-    from meshrl.run import evaluation
+    from meshrl.runs import evaluation
 
     settings = merge_overrides(set_, overrides, workers=workers)
     raise typer.Exit(evaluation.evaluate_model(model, job, settings, step, best, json))
@@ -257,7 +257,7 @@ def chat(
 
         meshrl chat runs/mygame --row 0 --temperature 0 --json
     """
-    from meshrl.run import model_sampling
+    from meshrl.runs import model_sampling
 
     choice = model_sampling.ModelChoice(step, best, temperature, seed, json)
     raise typer.Exit(model_sampling.chat_with_model(run, choice, prompt, row))
@@ -305,7 +305,7 @@ def sample(
 
         meshrl sample runs/mygame - --greedy < prompts.txt
     """
-    from meshrl.run import model_sampling
+    from meshrl.runs import model_sampling
 
     choice = model_sampling.ModelChoice(step, best, 0.0 if greedy else temperature, seed, json)
     raise typer.Exit(model_sampling.sample_model(run, prompt, choice, n, max_tokens))

@@ -10,8 +10,8 @@ from meshrl.client.client import Client, run_request
 from meshrl.common.api.gateway import JobState
 from meshrl.common.base.errors import DeadlineExceeded, Refused
 from meshrl.common.state.jobs import Phase
-from meshrl.run.completion import EXIT_TIMED_OUT
-from meshrl.run.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from meshrl.runs.completion import EXIT_TIMED_OUT
+from meshrl.runs.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from meshrl.view.history import decisions
 from meshrl.view.live import console_tables
 

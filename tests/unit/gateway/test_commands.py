@@ -22,7 +22,7 @@ from meshrl.common.mesh.access import access_token
 from meshrl.common.mesh.access.access_token import read_token
 from meshrl.common.mesh.transport.keys import KeyPair
 from meshrl.common.state import events, jobs
-from meshrl.run.monitoring.mesh_top import TokenJobsObserver
+from meshrl.runs.monitoring.mesh_top import TokenJobsObserver
 from meshrl.services.weights.export import export_selected
 from tests.load import scaled
 from tests.unit.gateway.conftest import GatewayBench, connect, forward_to

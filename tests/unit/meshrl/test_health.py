@@ -42,7 +42,7 @@ from meshrl.view.terminal import Console
 from tests.contract.state.state_bench import running_server
 from tests.load import scaled
 from tests.unit.common.base.test_texts import ATTACKS, is_plain
-from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held_mesh
+from tests.unit.meshrl.runs.conftest import JOB, HeldMesh, held_mesh
 from tests.unit.meshrl.view.test_samples import sample
 
 HELD = Event()

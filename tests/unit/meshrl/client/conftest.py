@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.job_template.job_creation import create_job
-from tests.unit.meshrl.run.conftest import held_mesh
+from tests.unit.meshrl.runs.conftest import held_mesh
 
 __all__ = ["held_mesh"]
 

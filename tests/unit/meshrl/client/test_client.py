@@ -29,7 +29,7 @@ from meshrl.common.state.registry import RegistryEntry, register
 from meshrl.job import job_reader
 from meshrl.job import model_files as models
 from tests.load import scaled
-from tests.unit.meshrl.run.conftest import JOB, HeldMesh
+from tests.unit.meshrl.runs.conftest import JOB, HeldMesh
 
 
 async def test_job_is_submitted_followed_and_stopped_from_any_directory(

@@ -19,7 +19,7 @@ from meshrl.common.state.events import Event
 from meshrl.directory.directory_paths import MeshPaths, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.mesh_shape import MeshShape
-from meshrl.run import session
+from meshrl.runs import session
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.view.guard import WarningGuard
 from meshrl.view.live.run_view import GuardedView, RunLines

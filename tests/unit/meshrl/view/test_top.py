@@ -24,11 +24,11 @@ from meshrl.common.state.pool.store.planner_reports import (
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import EVENTS, PLANNER_ELECTION
 from meshrl.common.state.registry import RegistryEntry
-from meshrl.run.monitoring.mesh_top import TopScreen
+from meshrl.runs.monitoring.mesh_top import TopScreen
 from meshrl.view.live.top_screen import render_screen, render_tables
 from meshrl.view.mesh.mesh_frames import JobFrame, MeshFrame, build_frame
 from meshrl.view.mesh.rates import compute_steps_per_min, compute_wait_share
-from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held_mesh
+from tests.unit.meshrl.runs.conftest import JOB, HeldMesh, held_mesh
 from tests.unit.meshrl.view.test_tables import MESH, WAITS, row
 
 NOW_MS = 1_000_000

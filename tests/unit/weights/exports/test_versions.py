@@ -31,7 +31,7 @@ from meshrl.common.model.files.initial_parameters import load_model
 from meshrl.common.model.tokens.tokenizer import build_character_tokenizer
 from meshrl.common.records.checkpoints import format_checkpoint_name
 from meshrl.directory.versions_process import build_command, parse_answer, run_versions_command
-from meshrl.run.resumption import resume_run
+from meshrl.runs.resumption import resume_run
 from meshrl.services.weights.atomic_directories import scratch_directory
 from meshrl.services.weights.retention.pins import PINS_FOLDER, VersionPin, pin_version
 from meshrl.services.weights.versions.__main__ import run_command

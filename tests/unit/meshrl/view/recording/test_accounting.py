@@ -23,7 +23,7 @@ from meshrl.common.state.pool.workers.rows import (
     WorkerRow,
 )
 from meshrl.common.state.registry import RegistryEntry
-from meshrl.run.session import choose_exit_status
+from meshrl.runs.session import choose_exit_status
 from meshrl.view.history.blocked_jobs import sum_blocked_s
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.process_usage import CpuMeter, ProcessCpuTime, find_owner_job

@@ -27,7 +27,7 @@ from meshrl.common.records.checkpoints import (
     read_manifest,
     verify_checkpoint,
 )
-from meshrl.run.run_download import download_run
+from meshrl.runs.run_download import download_run
 from meshrl.view.recording import audit, output_copy
 from meshrl.view.recording.output_copy import OutputCopier
 from tests.load import scaled

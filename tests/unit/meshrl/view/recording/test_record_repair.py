@@ -29,7 +29,7 @@ from meshrl.directory.directory_paths import MeshPaths, read_json, write_json
 from meshrl.launch.head.job_restore import restore_job
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.mesh_shape import MeshShape
-from meshrl.run.outcome import read_outcome
+from meshrl.runs.outcome import read_outcome
 from meshrl.sim.redis.simulated_state import open_simulated_state_as
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.recording.run_record import RunRecordWriter, read_events

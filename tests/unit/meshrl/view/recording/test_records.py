@@ -21,8 +21,8 @@ from meshrl.common.state.registry import RegistryEntry, register
 from meshrl.directory.directory_paths import MeshPaths, read_json, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.mesh_shape import MeshShape
-from meshrl.run.outcome import EXIT_INTERRUPTED
-from meshrl.run.session import _conclude
+from meshrl.runs.outcome import EXIT_INTERRUPTED
+from meshrl.runs.session import _conclude
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.view import job_recorders
 from meshrl.view.job_recorders import record_all

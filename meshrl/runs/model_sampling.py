@@ -16,7 +16,7 @@ from pathlib import Path
 from meshrl.common.base.errors import ConfigError, NotFound
 from meshrl.directory import model_export
 from meshrl.directory.command_target import RunLocation, may_be_running, resolve_run
-from meshrl.run.outcome import EXIT_INTERRUPTED
+from meshrl.runs.outcome import EXIT_INTERRUPTED
 
 STDIN_ARGUMENT = "-"
 CHAT_MODULE, SAMPLE_MODULE = (

@@ -27,7 +27,7 @@ from meshrl.job.bundle import pack_run
 from meshrl.launch.directory_lock import handle_stop_signals
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.mesh_shape import MeshShape
-from meshrl.run.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED
+from meshrl.runs.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED
 from meshrl.view.guard import WarningGuard
 from meshrl.view.live.run_view import GuardedView, make_run_view
 from meshrl.view.recording.audit import describe_wrong_account

@@ -27,8 +27,8 @@ from meshrl.directory.command_target import (
 )
 from meshrl.directory.directory_paths import MeshPaths, format_path, read_json_or_empty
 from meshrl.directory.mesh_query import query_mesh
-from meshrl.run.monitoring.mesh_polling import poll_mesh
-from meshrl.run.outcome import (
+from meshrl.runs.monitoring.mesh_polling import poll_mesh
+from meshrl.runs.outcome import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,

@@ -56,7 +56,7 @@ def continue_run(
     differences.
     """
     from meshrl.launch.checks import mesh_checks  # a run that is refused needs none of these
-    from meshrl.run.session import derive_mesh_shape, run_session
+    from meshrl.runs.session import derive_mesh_shape, run_session
 
     own = run.mesh_paths.root == run.directory
     if changes:

@@ -15,7 +15,7 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.directory.command_target import RunLocation, may_be_running, read_run_row, resolve_run
 from meshrl.directory.directory_paths import read_json_or_empty
 from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
-from meshrl.run.outcome import RunOutcome, read_outcome
+from meshrl.runs.outcome import RunOutcome, read_outcome
 
 POLL_S = 0.5
 EXIT_TIMED_OUT = 124  # exit status of a wait that was too short, as timeout(1) has it

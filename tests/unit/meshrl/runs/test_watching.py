@@ -25,13 +25,13 @@ from meshrl.common.state.registry import RegistryEntry, register
 from meshrl.directory.command_target import RunLocation
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.directory.run_claims import claim_run_directory
-from meshrl.run.monitoring.run_watch import RunObserver
-from meshrl.run.outcome import read_outcome
+from meshrl.runs.monitoring.run_watch import RunObserver
+from meshrl.runs.outcome import read_outcome
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.contract.state.state_bench import JOB as STEPPED
 from tests.contract.state.state_bench import SHARD, TRAINER, Bench, Seats
 from tests.load import scaled
-from tests.unit.meshrl.run.conftest import HOUR_MS, HeldMesh, write_run
+from tests.unit.meshrl.runs.conftest import HOUR_MS, HeldMesh, write_run
 
 PATIENCE_S = 30.0
 

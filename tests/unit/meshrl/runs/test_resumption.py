@@ -20,9 +20,9 @@ from meshrl.common.weights.chunks.chunk_store import ChunkStore
 from meshrl.common.weights.layout.manifest import encode_manifest
 from meshrl.directory.command_target import read_run
 from meshrl.directory.directory_paths import MeshPaths
-from meshrl.run import resumption
-from meshrl.run.model_sampling import ModelChoice, encode_requests, find_model, sample_model
-from tests.unit.meshrl.run.conftest import write_run
+from meshrl.runs import resumption
+from meshrl.runs.model_sampling import ModelChoice, encode_requests, find_model, sample_model
+from tests.unit.meshrl.runs.conftest import write_run
 
 
 def store_chunk(chunks: ChunkStore, content: bytes) -> str:

@@ -26,8 +26,8 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.directory.command_target import resolve_mesh
 from meshrl.directory.directory_paths import format_path
 from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
-from meshrl.run.monitoring.mesh_polling import poll_mesh
-from meshrl.run.outcome import EXIT_INTERRUPTED
+from meshrl.runs.monitoring.mesh_polling import poll_mesh
+from meshrl.runs.outcome import EXIT_INTERRUPTED
 from meshrl.view.history import move_outcomes
 from meshrl.view.json_output import to_json_document
 from meshrl.view.live.run_view import ScreenView

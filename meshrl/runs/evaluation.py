@@ -69,7 +69,7 @@ def evaluate_model(
         config = replace(config, name=name, out=config.out if sets_out else "")
         run_dir = directory_paths.choose_run_directory(config, False)
         # Imported here: only now is it sure that a mesh will be needed.
-        from meshrl.run import session
+        from meshrl.runs import session
 
         # Its progress is no result; standard output is for that.
         with contextlib.redirect_stdout(sys.stderr):

@@ -28,12 +28,12 @@ from meshrl.job import job_reader
 from meshrl.job.bundle import pack_run
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.mesh_shape import MeshShape
-from meshrl.run.evaluation import read_result
-from meshrl.run.monitoring.mesh_polling import poll_mesh
-from meshrl.run.resumption import read_run_record, resume_run
+from meshrl.runs.evaluation import read_result
+from meshrl.runs.monitoring.mesh_polling import poll_mesh
+from meshrl.runs.resumption import read_run_record, resume_run
 from tests.contract.state.state_bench import Server, running_server
 from tests.load import scaled
-from tests.unit.meshrl.run.conftest import HeldMesh
+from tests.unit.meshrl.runs.conftest import HeldMesh
 
 WITHIN_S = 60.0
 
