@@ -116,6 +116,8 @@ class DatasetConfig(ConfigTable):
     shuffle: bool = True
     # passes over the training rows, which limit budget.steps; 0: as many as the steps need
     epochs: NonNegativeInteger = 0
+    # assistant messages that sft learns, of rows with `messages` instead of a response
+    train_on: Literal["all", "last"] = "all"
     # training tasks of a verifiers taskset if `train` is empty; 0: all
     tasks: NonNegativeInteger = 0
     held_out_tasks: NonNegativeInteger = 0  # first tasks of a verifiers taskset, never trained on
@@ -570,6 +572,12 @@ class JobConfig(ConfigTable):
         """Number of sandbox processes of the job: 0 without tools and rewards."""
         needed = self.environment.tools or self.reward.reward_parts
         return self.sandbox.processes if needed else 0
+
+    @property
+    def has_reward(self) -> bool:
+        """True if trajectories of the model can be scored."""
+        environment = self.environment.use or self.environment.verifiers
+        return bool(self.reward.reward_parts or self.reward.judge.use or environment)
 
     @property
     def is_supervised(self) -> bool:

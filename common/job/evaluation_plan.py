@@ -35,9 +35,7 @@ def plan_boundary_evaluation(config: JobConfig, tag: str, version: int) -> Evalu
 
 def can_evaluate(config: JobConfig) -> bool:
     """Return True if the job has a dataset to evaluate on, and a reward."""
-    rewarded = config.reward.reward_parts or config.reward.judge.use
-    rewarded = rewarded or config.environment.use or config.environment.verifiers
-    return bool(rewarded and (config.dataset.held_out or config.evaluation.datasets))
+    return config.has_reward and bool(config.dataset.held_out or config.evaluation.datasets)
 
 
 def plan_step_evaluation(config: JobConfig, version: int) -> EvaluationPlan | None:

@@ -30,7 +30,7 @@ from meshrl.common.job.config import JobConfig
 from meshrl.common.job.named_files import TOKENIZER, list_named_files, set_value
 from meshrl.common.model.tokens.tokenizer import list_companion_files
 from meshrl.directory.directory_paths import write_json
-from meshrl.job import dataset_rows, edited_job_file, references, tasksets
+from meshrl.job import dataset_rows, demonstrations, edited_job_file, references, tasksets
 from meshrl.job.model_files import load_shape
 from meshrl.job.row_files.data_source import list_sources
 
@@ -105,6 +105,9 @@ def _fill_bundle(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]
                 _copy_file(tokenizer.parent / name, target.parent / name)
         elif not file.path:
             continue
+        elif file.key == "dataset.train" and config.is_supervised and not config.environment.use:
+            lines_read = demonstrations.read_usable_lines(config, file.key, Path(file.path))
+            _write_lines(target, lines_read)
         elif file.is_dataset:
             rows = dataset_rows.read_rows(sources[file.key])
             _write_lines(target, (row.json_line for row in rows))

@@ -34,7 +34,7 @@ def read_rows(
                 row = _add_columns(row, source)
             check_sendable(row.location, row.value)
             if prompt_key:
-                _check_prompt(row, prompt_key, chat)
+                check_prompt(row, prompt_key, chat)
             yield row
 
 
@@ -74,7 +74,7 @@ class TimedRows:
                 yield source.key, row
 
 
-def _check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
+def check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
     """Raise ConfigError unless the row's prompt is a text or, with `chat`, messages."""
     value = find_value(row.value, prompt_key)
     if isinstance(value, str):

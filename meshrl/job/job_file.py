@@ -16,6 +16,7 @@ from meshrl.job.row_files.data_source import DataSource, list_sources
 
 MakeError = Callable[..., ConfigError]  # (key, message, fix): the error that names the key's line
 MESSAGE_WITH_LOCATION = "{key}: {error.message}{place}"
+HELD_OUT_KEY = "dataset.held_out"
 MESSAGE_WITH_FIX = "{key}: {error}"  # with what to do
 
 
@@ -60,8 +61,12 @@ class JobFile:
         return [source for source in self.datasets if not self.is_supervised(source.key)]
 
     def is_supervised(self, key: str) -> bool:
-        """Return True for the dataset whose answers are learned."""
-        return self.config.is_supervised and key == "dataset.train"
+        """Return True for a dataset whose answers are learned, or give the loss of an evaluation.
+
+        With a reward, the model answers the held-out set, too.
+        """
+        learned = ["dataset.train"] if self.config.has_reward else ["dataset.train", HELD_OUT_KEY]
+        return self.config.is_supervised and key in learned
 
     @property
     def models(self) -> list[NamedFile]:

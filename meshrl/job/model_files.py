@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.job.config import JobConfig
+from meshrl.common.job.config import EnvironmentConfig, JobConfig
 from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.chat.chat_format import ChatFormat
 from meshrl.common.model.files.model_directory import load_config
 from meshrl.common.model.files.weight_files import reject_lfs_pointer
 from meshrl.common.model.tokens.tokenizer import Tokenizer
@@ -20,6 +22,22 @@ def load_tokenizer(job: JobFile, path: Path, key: str) -> Tokenizer:
         if (file := path / "tokenizer.json" if path.is_dir() else path).is_file():
             reject_lfs_pointer(file)
         return Tokenizer.load(path)
+
+
+def load_chat(
+    environment: EnvironmentConfig, tokenizer: Tokenizer, stop_tokens: Sequence[str]
+) -> ChatFormat:
+    """Return the chat format that a job names; ConfigError as in `ChatFormat.load`."""
+    return ChatFormat.load(
+        environment.chat,
+        environment.chat_options,
+        tokenizer,
+        history=environment.chat_history,
+        tool_call_parser=environment.tool_call_parser,
+        stop_tokens=stop_tokens,
+        date=environment.chat_date,
+        special_tokens=environment.special_tokens,
+    )
 
 
 def load_shape(config: JobConfig) -> ModelConfig:

@@ -22,10 +22,11 @@ import msgpack
 from meshrl.common.environment import mcp_client
 from meshrl.common.environment.creation_errors import convert_creation_errors
 from meshrl.common.environment.framing import check_packable, replace_surrogates
-from meshrl.common.grading.row_values import get_value
+from meshrl.common.grading.row_values import find_value, get_value
 from meshrl.common.job import builtin
 from meshrl.common.job.bundle.source_locations import append_location, locate_error, locate_function
 from meshrl.common.mesh.process.entry.child import ChildChannel
+from meshrl.common.model.chat import demonstrations
 from meshrl.common.model.chat.chat_format import (
     SPECIAL_TOKENS_ANYWHERE,
     TEMPLATE_FORMAT,
@@ -108,14 +109,27 @@ class Environments:
         self._sessions[key] = session
         return ids
 
-    def _answer(self, key: int, argument: Any) -> list[list[int]]:
-        """Return the ids of the prompt and of its supervised answer; no environment stays open."""
-        row, value = argument
-        ids = self._begin(key, row)
-        try:
-            return [ids, self._sessions[key].encode_answer(value)]
-        finally:
-            self._close(key, None)
+    def _answer(self, key: int, argument: Any) -> list[list[Any]]:
+        """Return the prompt and the rest of a supervised row in pieces, [ids, text] each.
+
+        The text is that of learned ids, and None for the others. No environment stays open.
+        """
+        row, response, train_on = argument
+        value = find_value(row, response)
+        if self._chat is not None and demonstrations.is_demonstration(row, value):
+            messages, tools = demonstrations.parse_demonstration(row)
+            specs = [tool.description_for_template for tool in self._tools.values()]
+            pieces = demonstrations.encode_demonstration(
+                self._chat, messages, specs if tools is None else tools, train_on
+            )
+        else:
+            ids = self._begin(key, row)
+            try:
+                answer = self._sessions[key].encode_answer(value)
+            finally:
+                self._close(key, None)
+            pieces = [(ids, False), (answer, True)]
+        return [[ids, self._tokenizer.decode(ids) if learned else None] for ids, learned in pieces]
 
     def _step(self, key: int, ids: list[int]) -> list[Any]:
         return self._sessions[key].step(ids)

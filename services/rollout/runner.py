@@ -13,7 +13,6 @@ import numpy as np
 
 from meshrl.common.api.engine import FinishReason, SamplingParams
 from meshrl.common.base.errors import ToolFailed
-from meshrl.common.grading.row_values import find_value
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.model.tokens.tokenizer import Tokenizer
@@ -35,6 +34,7 @@ from meshrl.services.rollout.trajectories.trajectory import (
     NOT_SAMPLED,
     Trajectory,
     TrajectoryOutcome,
+    Turn,
 )
 from meshrl.services.rollout.trajectories.transcript import Transcript, find_stop_token_ids
 from meshrl.services.rollout.trajectories.turn_player import TurnPlayer
@@ -104,10 +104,8 @@ class TrajectoryRunner:
             return await self._score(trajectory)
         with self.work_counters.occupancy.occupy(IN_FLIGHT), self.tracer.trace(trajectory):
             if self.config.is_supervised:
-                dataset, most = self.config.dataset, self.config.rollout.max_tokens
-                await fill_supervised(
-                    trajectory, row, dataset.response, self.environment_pool, most
-                )
+                most = self.config.rollout.max_tokens
+                await fill_supervised(trajectory, row, self.environment_pool, most)
                 if trajectory.outcome is not None and trajectory.outcome.error:
                     row_failed = TrajectoryFailed(
                         trajectory.outcome.error, kind="row that cannot be learned"
@@ -305,35 +303,37 @@ class JobTurnPlayer(TurnPlayer):
 async def fill_supervised(
     trajectory: Trajectory,
     row: dict[str, Any],
-    response: str,
     environment_pool: EnvironmentPool,
     max_tokens: int,
 ) -> None:
-    """Fill an sft trajectory with the row's own prompt and answer, encoded and not sampled, and end
-    it. A row that cannot be learned fails by type.
+    """Fill an sft trajectory with the row's own prompt and answers, encoded and not sampled, and
+    end it. A row that cannot be learned fails by type.
 
     The ledger does not store it, as the row contains it.
     """
     trajectory.is_recorded = False
     try:
-        prompt, answer = await environment_pool.encode_answer(
-            trajectory.id, row, find_value(row, response)
-        )
-        if not answer:
+        pieces = await environment_pool.encode_answer(trajectory.id, row)
+        if not any(ids and text is not None for ids, text in pieces):
             raise ToolFailed("the answer has no tokens")
-        if len(prompt) + len(answer) > max_tokens:
+        length = sum(len(ids) for ids, _ in pieces)
+        if length > max_tokens:
             raise ToolFailed(
-                f"prompt and answer have {len(prompt) + len(answer)} tokens",
-                fix=TOO_LONG_FIX.format(max_tokens),
+                f"prompt and answer have {length} tokens", fix=TOO_LONG_FIX.format(max_tokens)
             )
     except ToolFailed as error:
         trajectory.outcome = TrajectoryOutcome("failed", None, f"row {trajectory.row}: {error}")
         return
-    n = len(answer)
-    trajectory.set_prompt(prompt)
-    trajectory.append_sampled(
-        np.array(answer, np.int32),
-        np.zeros(n, np.float32),
-        np.full(n, trajectory.version, np.int32),
-    )
+    trajectory.set_prompt(pieces[0][0])
+    for ids, text in pieces[1:]:
+        if text is None:
+            trajectory.append(ids)
+            continue
+        n = len(ids)
+        trajectory.append_sampled(
+            np.array(ids, np.int32),
+            np.zeros(n, np.float32),
+            np.full(n, trajectory.version, np.int32),
+        )
+        trajectory.open_turn = Turn(text, n)
     trajectory.outcome = TrajectoryOutcome("done", SUPERVISED_REWARD)

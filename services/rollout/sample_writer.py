@@ -110,8 +110,7 @@ class SampleWriter:
         versions = [int(sampled.min()), int(sampled.max())] if len(sampled) else []
         turns = self._transcript.build_turns(trajectory, trajectory.outcome.reason)
         if unfinished := self._transcript.decode_unfinished(trajectory):
-            broken = trajectory.outcome.reason != "done"  # else it is supervised
-            unfinished_turn = {"role": "model", "text": unfinished, "stop": "", "truncated": broken}
+            unfinished_turn = {"role": "model", "text": unfinished, "stop": "", "truncated": True}
             turns.append(unfinished_turn)
         return {
             "at": self._mesh.clock.wall(),

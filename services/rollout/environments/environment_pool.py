@@ -70,6 +70,7 @@ class EnvironmentPool:
     ) -> None:
         config = job.config.environment
         self._failures = failures or FailureReporter(mesh, job.id)
+        self._dataset = job.config.dataset
         self._environment_name, self._deadline_s = (
             config.use or config.verifiers,
             config.step_deadline_s,
@@ -103,10 +104,14 @@ class EnvironmentPool:
         ids: list[int] = await self._perform(key, "begin", row, None)
         return ids
 
-    async def encode_answer(self, key: int, row: dict[str, Any], value: Any) -> tuple[Any, Any]:
-        """Return the token ids of the row's prompt and of its answer."""
-        prompt, answer = await self._perform(key, "answer", [row, value], None)
-        return prompt, answer
+    async def encode_answer(self, key: int, row: dict[str, Any]) -> list[tuple[list[int], Any]]:
+        """Return a supervised row as pieces: its prompt first, then learned and other ids.
+
+        With learned ids comes their text, and None with the others.
+        """
+        argument = [row, self._dataset.response, self._dataset.train_on]
+        pieces = await self._perform(key, "answer", argument, None)
+        return [(ids, text) for ids, text in pieces]
 
     async def step(
         self, key: int, ids: list[int], replay: Callable[[], Any]

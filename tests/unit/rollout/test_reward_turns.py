@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,19 +326,22 @@ VERSION = 5
 class LocalPool:
     """Operations of an environment process, executed in this process."""
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat: ChatFormat | None = None, train_on: str = "all"
+    ) -> None:
+        self.train_on = train_on
         self.served = Environments(None, tokenizer, "prompt", chat, end_tokens=["$"])
 
-    async def encode_answer(self, key: int, row: dict[str, Any], value: Any) -> tuple[Any, Any]:
-        status, answer = self.served.run_operation(key, "answer", [row, value])
+    async def encode_answer(self, key: int, row: dict[str, Any]) -> Any:
+        status, pieces = self.served.run_operation(key, "answer", [row, "response", self.train_on])
         if status != "ok":
-            raise ToolFailed(answer)
-        return answer[0], answer[1]
+            raise ToolFailed(pieces)
+        return pieces
 
 
 async def supervised(pool: LocalPool, row: dict[str, Any], max_tokens: int = 64) -> Trajectory:
     t = Trajectory(3, 0, 7, VERSION, seed=0)
-    await fill_supervised(t, row, "response", pool, max_tokens)  # type: ignore[arg-type]
+    await fill_supervised(t, row, pool, max_tokens)  # type: ignore[arg-type]
     return t
 
 
@@ -394,3 +398,53 @@ async def test_supervised_answer_closes_its_environment() -> None:
     pool = LocalPool(PLAIN)
     t = await supervised(pool, {"prompt": "1+1=", "response": "2$"})
     assert pool.served.run_operation(t.id, "step", [])[0] == "unknown"
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "two", "name": None},
+    {"role": "user", "content": "thanks"},
+]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+async def test_demonstration_trains_its_assistant_messages(tmp_path: Path) -> None:
+    tokenizer = qwen3_tokenizer(tmp_path)
+    chat = ChatFormat.load("qwen3", {}, tokenizer)
+    row = {"messages": CONVERSATION, "tools": json.dumps([ADD]), "prompt": "of other use"}
+    whole = await supervised(LocalPool(tokenizer, chat), row, 800)
+    assert whole.outcome is not None and whole.outcome.error == ""
+    learned = whole.versions != NOT_SAMPLED
+    texts = [turn.text for turn in whole.all_turns]
+    assert '"name": "add"' in texts[0] and texts[-1].endswith("two<|im_end|>")
+    assert tokenizer.decode(whole.tokens[learned].tolist()) == "".join(texts)
+    written = tokenizer.decode(whole.tokens.tolist())
+    assert written.index("Be brief.") < written.index("1+1?") and "thanks" not in written
+    assert "<tool_response>" in written and '"parameters"' in written.partition("1+1?")[0]
+    last = await supervised(LocalPool(tokenizer, chat, "last"), row, 800)
+    assert last.tokens[last.versions != NOT_SAMPLED].tolist() == tokenizer.encode(texts[-1])
+    assert last.prompt_length > whole.prompt_length
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"messages": CONVERSATION[:2]}, "the answer has no tokens"),
+        ({"messages": []}, "the list of messages is empty"),
+        ({"messages": [*CONVERSATION[:5], CONVERSATION[4]]}, "messages 5 and 6 are both of the"),
+        ({"messages": [{"role": "human", "content": "1"}]}, "the unknown role 'human'"),
+        ({"messages": CONVERSATION, "tools": "add"}, "'tools' is not JSON"),
+        ({"messages": CONVERSATION, "tools": {"name": "add"}}, "'tools' must be a list"),
+    ],
+)
+async def test_invalid_demonstration_fails_by_type(
+    row: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    tokenizer = qwen3_tokenizer(tmp_path)
+    t = await supervised(LocalPool(tokenizer, ChatFormat.load("qwen3", {}, tokenizer)), row)
+    assert t.outcome is not None and t.outcome.reward is None
+    assert why in t.outcome.error

@@ -21,6 +21,7 @@ from meshrl.job.checks.host.rows import (
     gradable_tests,
     prompt_lengths,
     tokenized_texts,
+    usable_rows,
 )
 from meshrl.job.checks.host.tokens import load_model_shape
 from meshrl.job.job_file import MESSAGE_WITH_LOCATION, Check, JobFile
@@ -100,6 +101,7 @@ JOB_CHECKS: tuple[Check, ...] = (
     check_model_files,
     check_weights_quota,
     prompt_lengths.check_prompt_lengths,
+    usable_rows.check_usable_rows,
     tokenized_texts.check_texts,
     gradable_tests.check_tests,
     gold_answers.check_golds,

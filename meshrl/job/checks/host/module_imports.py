@@ -229,9 +229,7 @@ class _ImportProbe:
             )
             self.text_problems.add_row(key, location, [prompt_lengths.extract_text(prompt)])
             if counted + 1 > self.job.config.rollout.max_tokens:
-                prompt_lengths.raise_too_long(
-                    self.job, key, [(location, counted)], "the prompt does"
-                )
+                prompt_lengths.raise_too_long(self.job, key, [(location, counted)])
         except ConfigError as error:
             yield error
 

@@ -19,6 +19,7 @@ from meshrl.common.model.chat.template_files import read_eos_tokens
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import dataset_rows
 from meshrl.job.job_file import MESSAGE_WITH_FIX, MESSAGE_WITH_LOCATION, JobFile
+from meshrl.job.model_files import load_chat
 
 CHAT_OPTION_DEFAULTS = {
     "chat_options": {},
@@ -63,19 +64,11 @@ def _resolve_chat_format(job: JobFile) -> JobConfig:
         name = environment.chat
         if name == "auto":
             name = detect_format(Path(config.model.path), tokenizer)
-        chat = ChatFormat.load(
-            name,
-            environment.chat_options,
-            Tokenizer.load(tokenizer),
-            history=environment.chat_history,
-            tool_call_parser=environment.tool_call_parser,
-            stop_tokens=config.rollout.stop,
-            date=day,
-            special_tokens=environment.special_tokens,
-        )
+        environment = replace(environment, chat=name, chat_date=day)
+        chat = load_chat(environment, Tokenizer.load(tokenizer), config.rollout.stop)
     # One day for the whole run, so that trajectories can be rebuilt on another.
-    day = environment.chat_date or (date.today().isoformat() if chat.depends_on_date else "")
-    config = replace(config, environment=replace(environment, chat=name, chat_date=day))
+    day = day or (date.today().isoformat() if chat.depends_on_date else "")
+    config = replace(config, environment=replace(environment, chat_date=day))
     if name == TEMPLATE_FORMAT:
         _check_template(job, chat)
     else:
@@ -117,7 +110,8 @@ def _check_template(job: JobFile, chat: ChatFormat) -> None:
     if not job.uses_row_prompts:
         return
     for source in job.datasets:
-        if source.key.startswith("dataset."):
+        # All rows of a supervised dataset are encoded before the start.
+        if source.key.startswith("dataset.") and not job.is_supervised(source.key):
             row = next(dataset_rows.read_rows(source))
             prompt = row_values.get_value(row.value, config.dataset.prompt)
             try:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.grading.row_values import find_value
-from meshrl.common.model.chat.messages import parse_message
 from meshrl.common.model.tokens.tokenizer import list_companion_files
 from meshrl.job import dataset_rows, references, row_keys
 from meshrl.job.checks.job_file.algorithm import REWARDLESS_ALGORITHMS
+from meshrl.job.checks.job_file.demonstrations import check_supervised_row
 from meshrl.job.job_file import MESSAGE_WITH_FIX, JobFile, get_value
 from meshrl.job.row_files.data_source import DataSource
 from meshrl.job.row_files.dataset_row import DatasetRow
@@ -78,7 +78,7 @@ def check_datasets(job: JobFile) -> None:
             if key == "dataset.held_out" and row.identity in trained:
                 raise job.make_error(key, f"{row.location} is also in dataset.train")
             if job.is_supervised(key):
-                _check_answer(job, row)
+                check_supervised_row(job, key, row)
             elif wrong := row_keys.find_missing_key(row, keys):
                 raise job.make_error(*wrong)
         if not own:
@@ -133,7 +133,8 @@ def check_system_prompt(job: JobFile) -> None:
 
 def _read_rows(job: JobFile, source: DataSource) -> Iterator[DatasetRow]:
     config, key, path = job.config, source.key, source.path
-    prompt = config.dataset.prompt if job.uses_row_prompts else ""
+    is_prompted = job.uses_row_prompts and not job.is_supervised(key)
+    prompt = config.dataset.prompt if is_prompted else ""
     try:
         yield from dataset_rows.read_rows(source, prompt, chat=bool(config.environment.chat))
     except ConfigError as error:
@@ -145,27 +146,6 @@ def _read_rows(job: JobFile, source: DataSource) -> Iterator[DatasetRow]:
         raise job.make_error(
             key, wrong, "Check that the path is a file with read permission"
         ) from error
-
-
-def _check_answer(job: JobFile, row: DatasetRow) -> None:
-    """Check that a row has an answer to learn."""
-    key = job.config.dataset.response
-    answer = find_value(row.value, key)
-    wrong = fix = ""
-    if isinstance(answer, dict) and not job.config.environment.chat:
-        wrong = f"{key!r} is a message, but the job has no chat format"
-        fix = 'Set environment.chat, such as "auto", or write the answer as a text'
-    elif not isinstance(answer, dict | str) or not answer:
-        wrong = f"the row has no text {key!r} to train on"
-        fix = "Set dataset.response to the key of the answer in the rows"
-    elif isinstance(answer, dict):
-        try:
-            parse_message({"role": "assistant"} | answer, "the answer", ("assistant",))
-        except ValueError as error:
-            wrong = f"{key!r} is not a message of the assistant: {error}"
-            fix = "Write it as a text, or as {'role': 'assistant', 'content': text}"
-    if wrong:
-        raise job.make_error("dataset.response", f"{row.location}: {wrong}", fix)
 
 
 def check_taskset(job: JobFile) -> None:

@@ -23,7 +23,8 @@ from loadtests.chat_templates.comparing import (
 )
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.chat.chat_format import ChatFormat, ChatFormatError
-from meshrl.common.model.chat.template_format import TURN_MARKER
+from meshrl.common.model.chat.demonstrations import encode_demonstration
+from meshrl.common.model.chat.template_format import TURN_MARKER, TemplateFormat
 from meshrl.common.model.chat.tool_call_parsers import PARSERS, detect_parser
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from tests.unit.common.model.templates.formats import FORMATS, QWEN3
@@ -322,6 +323,20 @@ def test_supervised_answer_ends_with_one_stop_token(name: str, tmp_path: Path) -
     text = chat.tokenizer.decode(ids)
     assert text.endswith(ANSWER["content"] + chat.stop_tokens[0])
     assert [i for i in ids if i in chat.stop_ids] == ids[-1:]
+
+
+@pytest.mark.parametrize("name", ["llama-3", "mistral", "gemma", "qwen2.5"])
+def test_demonstration_is_the_rendered_conversation(name: str, tmp_path: Path) -> None:
+    chat = load_chat(FORMATS[name], tmp_path)
+    assert isinstance(chat, TemplateFormat)
+    messages = [USER, ANSWER, {"role": "user", "content": "Why?"}, ANSWER]
+    pieces = encode_demonstration(chat, [*messages, USER], [], "all")
+    written = chat.tokenizer.decode([i for ids, _ in pieces for i in ids])
+    assert chat.renderer.render(messages, [], add_generation_prompt=False).strip() == written
+    assert [is_learned for _, is_learned in pieces] == [False, True, False, True]
+    assert pieces[1] == pieces[3]
+    *prompt, last = encode_demonstration(chat, messages, [], "last")
+    assert last == pieces[3] and prompt[0][0] == [i for ids, _ in pieces[:3] for i in ids]
 
 
 FIRST_CONTENT = "{{ messages[0].content }}"
