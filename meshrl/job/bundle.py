@@ -105,9 +105,8 @@ def _fill_bundle(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]
                 _copy_file(tokenizer.parent / name, target.parent / name)
         elif not file.path:
             continue
-        elif file.key == "dataset.train" and config.is_supervised and not config.environment.use:
-            lines_read = demonstrations.read_usable_lines(config, file.key, Path(file.path))
-            _write_lines(target, lines_read)
+        elif demonstrations.is_counted(config, file.key):
+            _write_lines(target, demonstrations.read_usable_lines(config, sources[file.key]))
         elif file.is_dataset:
             rows = dataset_rows.read_rows(sources[file.key])
             _write_lines(target, (row.json_line for row in rows))

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from meshrl.common.base.errors import ConfigError
@@ -26,10 +25,14 @@ from meshrl.common.model.chat.demonstrations import (
 from meshrl.common.model.chat.messages import add_system_prompt, parse_conversation, parse_message
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import dataset_rows
+from meshrl.job.job_file import HELD_OUT_KEY
 from meshrl.job.model_files import load_chat
+from meshrl.job.row_files.data_source import DataSource, list_sources
+from meshrl.job.row_files.file_locations import find_files
 
 PROGRESS_INTERVAL_S = 5.0
 CACHED_COUNTS = 8  # datasets whose rows are counted before the start and then packed
+COUNTED_TABLES = ("dataset", "environment", "model", "rollout")  # tables that change the counts
 SHOWN_ROWS = 3  # rows that a text names of each kind
 NO_ANSWER = "without an answer"
 
@@ -102,19 +105,28 @@ class RowEncoder:
         return [(ids, False), (self._tokenizer.encode(body + end), True)]
 
 
-def count_rows(config: JobConfig, key: str, path: Path) -> RowCounts:
-    """Count the rows of a dataset that can be learned; print the progress of a long count."""
-    files = [path] if path.exists() else sorted(path.parent.glob(path.name))
-    state = tuple((f.stat().st_mtime_ns, f.stat().st_size) for f in files)
-    return _count_rows(json.dumps(config.to_document()), key, path, state)
+def is_counted(config: JobConfig, key: str) -> bool:
+    """Return True for training rows that are learned as they are, without the author's code."""
+    is_training = key.startswith("dataset.") and key != HELD_OUT_KEY
+    return is_training and config.is_supervised and not config.environment.use
+
+
+def count_rows(config: JobConfig, source: DataSource) -> RowCounts:
+    """Count the rows of a source that can be learned; print the progress of a long count."""
+    files = [file.path.stat() for file in find_files(source)]
+    document = config.to_document()
+    tables = {name: document[name] for name in COUNTED_TABLES}
+    state = tuple((file.st_mtime_ns, file.st_size) for file in files)
+    return _count_rows(json.dumps(tables), source.key, state)
 
 
 @functools.lru_cache(CACHED_COUNTS)
-def _count_rows(document: str, key: str, path: Path, _: tuple[tuple[int, int], ...]) -> RowCounts:
+def _count_rows(document: str, key: str, _: tuple[tuple[int, int], ...]) -> RowCounts:
     config = JobConfig.from_document(json.loads(document))
     encoder, counts, room = RowEncoder(config), RowCounts(), config.rollout.max_tokens
     reported_s = time.monotonic()
-    for row in dataset_rows.read_rows(path):
+    source = next(source for source in list_sources(config) if source.key == key)
+    for row in dataset_rows.read_rows(source):
         try:
             pieces = encoder.encode(row.value)
         except ChatFormatError as error:
@@ -139,9 +151,9 @@ def _count_rows(document: str, key: str, path: Path, _: tuple[tuple[int, int], .
     return counts
 
 
-def read_usable_lines(config: JobConfig, key: str, path: Path) -> Iterator[str]:
+def read_usable_lines(config: JobConfig, source: DataSource) -> Iterator[str]:
     """Yield the JSON lines of the rows that can be learned."""
-    unusable = count_rows(config, key, path).unusable
-    for number, row in enumerate(dataset_rows.read_rows(path)):
+    unusable = count_rows(config, source).unusable
+    for number, row in enumerate(dataset_rows.read_rows(source)):
         if number not in unusable:
             yield row.json_line

@@ -65,8 +65,8 @@ class JobFile:
 
         With a reward, the model answers the held-out set, too.
         """
-        learned = ["dataset.train"] if self.config.has_reward else ["dataset.train", HELD_OUT_KEY]
-        return self.config.is_supervised and key in learned
+        is_sampled = key == HELD_OUT_KEY and self.config.has_reward
+        return self.config.is_supervised and key.startswith("dataset.") and not is_sampled
 
     @property
     def models(self) -> list[NamedFile]:

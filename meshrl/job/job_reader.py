@@ -115,8 +115,7 @@ def _check_document(
     reward = replace(config.reward, judge=judge_and_evaluation.load_judge_template(found))
     found = all_checks.complete_group_size(found.with_config(replace(config, reward=reward)))
     all_checks.check_job_file(found)
-    found = files.complete_steps(found)
-    return found.with_config(chat_format.resolve_chat(found))
+    return files.complete_steps(found.with_config(chat_format.resolve_chat(found)))
 
 
 def _resolve_paths(config: JobConfig, base: Path) -> JobConfig:

@@ -9,8 +9,9 @@ from meshrl.common.model.chat.demonstrations import (
     parse_demonstration,
 )
 from meshrl.common.model.chat.messages import parse_message
-from meshrl.job.dataset_rows import DatasetRow, check_prompt
-from meshrl.job.job_file import JobFile
+from meshrl.job.dataset_rows import check_prompt
+from meshrl.job.job_file import HELD_OUT_KEY, JobFile
+from meshrl.job.row_files.dataset_row import DatasetRow
 
 PREFERENCE_KEYS = {"chosen", "rejected"}
 PREFERENCE_FIX = (
@@ -35,7 +36,7 @@ def check_supervised_row(job: JobFile, key: str, row: DatasetRow) -> None:
     if job.uses_row_prompts:
         with job.locate_errors(key):
             check_prompt(row, config.dataset.prompt, bool(config.environment.chat))
-    if key == "dataset.train":
+    if key != HELD_OUT_KEY:
         _check_answer(job, row)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.grading.row_values import find_value
 from meshrl.common.model.tokens.tokenizer import list_companion_files
-from meshrl.job import dataset_rows, references, row_keys
+from meshrl.job import dataset_rows, demonstrations, references, row_keys
 from meshrl.job.checks.job_file.algorithm import REWARDLESS_ALGORITHMS
 from meshrl.job.checks.job_file.demonstrations import check_supervised_row
 from meshrl.job.job_file import MESSAGE_WITH_FIX, JobFile, get_value
@@ -106,7 +106,12 @@ def complete_steps(job: JobFile) -> JobFile:
             "dataset.epochs needs dataset.train: tasks are counted when the job is packed",
             "Set budget.steps",
         )
-    rows = sum(1 for _ in _read_rows(job, job.datasets[0]))
+    source = job.datasets[0]
+    if demonstrations.is_counted(config, source.key):
+        with job.locate_errors(source.key):
+            rows = max(1, demonstrations.count_rows(config, source).usable_count)
+    else:
+        rows = sum(1 for _ in _read_rows(job, source))
     steps = -(-epochs * rows // config.algorithm.groups_per_step)
     if "steps" in job.raw_document.get("budget", {}):
         steps = min(steps, config.budget.steps)

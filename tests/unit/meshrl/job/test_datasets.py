@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from meshrl.common.grading.golds import parse_math_gold
 from meshrl.common.grading.row_values import find_value, format_keys
+from meshrl.job import bundle
 from tests.unit.meshrl.job.conftest import JobVariant
 
 
@@ -69,3 +71,16 @@ def test_rows_with_inner_tables_are_accepted_with_dotted_keys(tiny: JobVariant) 
     config = tiny.load(*settings)
     gold = {"reward_model": {"ground_truth": "#### 7"}}
     assert parse_math_gold(gold, config.reward.options) == "7"
+
+
+def test_epochs_of_a_supervised_job_are_over_its_usable_rows(small: JobVariant) -> None:
+    rows = [{"prompt": f"{i}=", "response": "" if i % 2 else "1"} for i in range(20)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (small.path.parent / "train.jsonl").write_text(text)
+    settings = ["algorithm.name=sft", "algorithm.group_size=1", "reward.use="]
+    settings += ["algorithm.groups_per_step=4", "dataset.epochs=2"]
+    config = small.load(*settings)
+    assert config.budget.steps == 5
+    packed, _ = bundle.pack_bundle(config, small.path.parent, small.path.parent / "run")
+    lines = (packed / "data" / "train.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows[::2]

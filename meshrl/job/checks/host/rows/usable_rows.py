@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from meshrl.job import demonstrations
-from meshrl.job.job_file import JobFile
+from meshrl.job.job_file import HELD_OUT_KEY, JobFile
 
 
 def check_usable_rows(job: JobFile) -> None:
@@ -15,13 +15,14 @@ def check_usable_rows(job: JobFile) -> None:
     """
     if not job.uses_row_prompts:
         return
-    for key, path in job.datasets:
+    for source in job.datasets:
+        key = source.key
         if not job.is_supervised(key):
             continue
         with job.locate_errors(key):
-            counts = demonstrations.count_rows(job.config, key, path)
+            counts = demonstrations.count_rows(job.config, source)
         text = f"{key}: {counts.describe()}"
-        if not counts.usable_count and key == "dataset.train":
+        if not counts.usable_count and key != HELD_OUT_KEY:
             raise job.make_error(
                 key,
                 text,
