@@ -57,6 +57,28 @@ class TokenBatch:
 
 
 @message
+class LogitAdjustments:
+    """Changes of the logits before temperature and filters, in the order of the fields.
+
+    The output is that of the turn: it restarts with each turn of a trajectory.
+    """
+
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
+    # logits of tokens in prompt and output are divided by it if positive, else multiplied; 1: none
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # subtracted from logits of tokens in the output; 0: none
+    min_tokens: int = 0  # tokens of the output before a stop token or a stop text can end it
+
+    @property
+    def is_neutral(self) -> bool:
+        """True if no logit changes."""
+        return self == NO_ADJUSTMENTS
+
+
+NO_ADJUSTMENTS = LogitAdjustments()
+
+
+@message
 class SamplingParams:
     """Sampling and stop parameters of a batch of requests, except the temperature."""
 
@@ -65,6 +87,7 @@ class SamplingParams:
     top_p: float = 1.0  # share of the probability that is kept, likeliest first; 1: all
     top_k: int = 0  # likeliest tokens that are kept; 0: all
     min_p: float = 0.0  # kept: at least so likely as this times the likeliest; 0: all
+    adjustments: LogitAdjustments = NO_ADJUSTMENTS
     wants_raw_logprobs: bool = False  # request `raw_logprobs` too
     adapter: str = ""  # name of the adapter beside the base; empty: the engine's own for its job
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.common.api.engine import FinishReason
+from meshrl.common.api.engine import NO_ADJUSTMENTS, FinishReason, LogitAdjustments
 from meshrl.common.base.errors import MeshError, Refused
 from meshrl.common.base.expert_routing import NO_EXPERTS, concatenate_experts
 
@@ -75,12 +76,23 @@ class GenerationRequest:
     top_p: float = 1.0  # top-p: share of the probability that is retained, likeliest first; 1: all
     top_k: int = 0  # top-k: number of likeliest tokens that are retained; 0: all
     min_p: float = 0.0  # min-p: least probability relative to the likeliest token; 0: all
+    adjustments: LogitAdjustments = NO_ADJUSTMENTS
     stop_strings: tuple[str, ...] = ()  # the token that completes one of these is the last
     turn_start: int = -1  # position in `tokens` from which on they were generated too; -1: none
     wants_raw_logprobs: bool = (
         False  # also return log-probabilities at temperature 1 without filtering
     )
     adapter: str = ""  # name of a loaded adapter; empty: the base alone
+
+    @property
+    def output_start(self) -> int:
+        """Position at which the generated turn begins."""
+        return len(self.tokens) if self.turn_start < 0 else self.turn_start
+
+    @property
+    def stop_start(self) -> int:
+        """Position from which on a stop token, or a whole stop string, ends the turn."""
+        return self.output_start + self.adjustments.min_tokens
 
 
 @dataclass(slots=True)
@@ -410,6 +422,8 @@ def check_request(
         reason = f"top_k {request.top_k} is negative"
     elif "" in request.stop_strings:
         reason = "an empty stop text would stop it before the first token"
+    else:
+        reason = _find_invalid_adjustment(request.adjustments, vocab_size, absent_ids)
     if request.adapter and request.adapter not in adapters:
         raise Refused(
             f"request {request.id} cannot be served: adapter {request.adapter!r} is not loaded",
@@ -422,6 +436,22 @@ def check_request(
             where="engine",
             fix="Check the tokenizer against the model's vocabulary, and the sampling settings",
         )
+
+
+def _find_invalid_adjustment(
+    adjustments: LogitAdjustments, vocab_size: int, absent_ids: Sequence[tuple[int, int]]
+) -> str:
+    """Return why no engine can apply the adjustments; empty if they are valid."""
+    for token, bias in adjustments.logit_bias:
+        if not 0 <= token < vocab_size or any(a <= token < end for a, end in absent_ids):
+            return f"logit_bias has the id {token}, for which there is no token"
+        if not math.isfinite(bias):
+            return f"logit_bias has {bias} for the id {token}"
+    if not 0 < adjustments.repetition_penalty < math.inf:
+        return f"repetition_penalty {adjustments.repetition_penalty} is not a number above 0"
+    if not math.isfinite(adjustments.presence_penalty):
+        return f"presence_penalty is {adjustments.presence_penalty}"
+    return "" if adjustments.min_tokens >= 0 else f"min_tokens {adjustments.min_tokens} is negative"
 
 
 def adapter_in_use_error(adapter: str) -> Refused:

@@ -31,7 +31,7 @@ struct Shape {
 };
 
 // State of all slots, as in common/generation/batch/slots.py. An array is [slots], [slots, length],
-// [slots, table_width] or [slots, stop_width].
+// [slots, table_width], [slots, stop_width] or [slots, bias_width].
 struct Slots {
   int64_t* tokens;
   float* logprobs;
@@ -46,12 +46,18 @@ struct Slots {
   const float *temperature, *top_p, *min_p;
   const int64_t* top_k;
   const bool* wants_raw_logprobs;
+  const bool* is_adjusted;  // false: the next six arrays do not count
+  const float *repetition_penalty, *presence_penalty;
+  const int64_t* output_start;
+  const int64_t* stop_start;  // known tokens before a stop id is possible
+  const int64_t* biased_ids;  // padded with -1
+  const float* biases;
   int8_t* finish_reason;
   int16_t* experts;  // [slots, length, sparse layers, experts_per_token]: experts of the row that
                      // predicted a sampled token; null: not recorded
   const int32_t* adapter_index;     // adapter of a slot's tokens; 0: none
   const int32_t* adapter_versions;  // [adapters] weight version of each adapter index
-  int64_t length, table_width, stop_width;
+  int64_t length, table_width, stop_width, bias_width;
 };
 
 }  // extern "C"
@@ -653,7 +659,14 @@ class Decoder {
     const int64_t at = s.num_tokens[slot], offset = slot * s.length + at;
     const Sampling sampling = {s.temperature[slot], s.top_p[slot], s.min_p[slot], s.top_k[slot]};
     float* row = logits(i);
+    const int64_t* stop_ids = s.stop_ids + slot * s.stop_width;
     if (s.wants_raw_logprobs[slot]) raw_logits_.assign(row, row + rounded_up(shape_.vocab, 16));
+    if (s.is_adjusted[slot])
+      sampler_.adjust(row, shape_.vocab,
+                      {s.biased_ids + slot * s.bias_width, s.biases + slot * s.bias_width,
+                       s.bias_width, s.repetition_penalty[slot], s.presence_penalty[slot],
+                       s.tokens + slot * s.length, at, s.output_start[slot], stop_ids,
+                       at < s.stop_start[slot] ? s.stop_width : 0});
     const SampledToken sampled =
         sampler_.sample(row, shape_.vocab, sampling, uniform(s.rng_key[slot], at));
     s.tokens[offset] = sampled.token;
@@ -666,7 +679,6 @@ class Decoder {
       std::copy_n(expert_ids_.begin() + r * experts_per_row_, experts_per_row_,
                   s.experts + offset * experts_per_row_);
     s.num_tokens[slot] = at + 1;
-    const int64_t* stop_ids = s.stop_ids + slot * s.stop_width;
     const bool stopped =
         std::find(stop_ids, stop_ids + s.stop_width, sampled.token) != stop_ids + s.stop_width;
     s.finish_reason[slot] = stopped ? kStop : at + 1 >= s.max_tokens[slot] ? kLength : kRunning;

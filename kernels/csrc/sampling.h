@@ -26,6 +26,19 @@ struct Sampling {
   int64_t top_k;      // 0: all
 };
 
+// Changes of a row's logits before sampling; `Sampler::adjust` applies them in this order.
+struct Adjustments {
+  const int64_t* biased_ids;  // padded with -1
+  const float* biases;
+  int64_t bias_count;
+  float repetition_penalty;  // of `tokens`; 1: none
+  float presence_penalty;    // of `tokens` from `output_start` on; 0: none
+  const int64_t* tokens;
+  int64_t num_tokens, output_start;
+  const int64_t* banned_ids;  // padded with -1
+  int64_t banned_count;
+};
+
 struct SampledToken {
   int64_t token;  // 0 if logprob is NaN
   float logprob;  // in the sampled distribution; NaN if a logit is NaN or the largest is infinite
@@ -58,6 +71,20 @@ class Sampler {
     return {token, static_cast<float>(std::log(logits[token] / mass))};
   }
 
+  // Changes `logits` [vocab], as common/generation/backends/logit_adjustments.py does.
+  void adjust(float* logits, int64_t vocab, const Adjustments& a) {
+    for (int64_t i = 0; i < a.bias_count; i++)
+      if (a.biased_ids[i] >= 0) logits[a.biased_ids[i]] += a.biases[i];
+    if (a.repetition_penalty != 1)
+      for_each_seen(logits, vocab, a, 0, [&](float& x) {
+        x = x > 0 ? x / a.repetition_penalty : x * a.repetition_penalty;
+      });
+    if (a.presence_penalty != 0)
+      for_each_seen(logits, vocab, a, a.output_start, [&](float& x) { x -= a.presence_penalty; });
+    for (int64_t i = 0; i < a.banned_count; i++)
+      if (a.banned_ids[i] >= 0 && a.banned_ids[i] < vocab) logits[a.banned_ids[i]] = -INFINITY;
+  }
+
   // Returns the log-probability of `token` at temperature 1, without filtering.
   float compute_raw_logprob(float* logits, int64_t vocab, int64_t token) const {
     const float max_logit = mask_absent(logits, vocab);
@@ -66,6 +93,18 @@ class Sampler {
   }
 
  private:
+  // Calls `change` once with the logit of each token from position `start` on.
+  template <class Change>
+  void for_each_seen(float* logits, int64_t vocab, const Adjustments& a, int64_t start,
+                     Change&& change) {
+    seen_.assign(vocab, false);
+    for (int64_t i = start; i < a.num_tokens; i++)
+      if (!seen_[a.tokens[i]]) {
+        seen_[a.tokens[i]] = true;
+        change(logits[a.tokens[i]]);
+      }
+  }
+
   // Sets absent ids and padding to -inf. Returns the largest logit, or NaN if a logit is NaN.
   float mask_absent(float* logits, int64_t vocab) const {
     fill_absent(logits, -INFINITY);
@@ -171,6 +210,7 @@ class Sampler {
   const std::vector<Absent> absent_;
   std::vector<double> sums_;
   std::vector<int64_t> order_;
+  std::vector<bool> seen_;  // [vocab]
 };
 
 }  // namespace meshrl

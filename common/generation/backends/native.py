@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from operator import is_not
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,6 +95,13 @@ _SLOT_ARRAYS = {
     "min_p": np.float32,
     "top_k": np.int64,
     "wants_raw_logprobs": np.bool_,
+    "is_adjusted": np.bool_,
+    "repetition_penalty": np.float32,
+    "presence_penalty": np.float32,
+    "output_start": np.int64,
+    "stop_start": np.int64,
+    "biased_ids": np.int64,
+    "biases": np.float32,
     "finish_reason": np.int8,
     "experts": np.int16,
     "adapter_index": np.int32,
@@ -103,7 +112,7 @@ _SLOT_ARRAYS = {
 class _SlotsStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _SLOT_ARRAYS),
-        *((name, ctypes.c_int64) for name in ("length", "table_width", "stop_width")),
+        *((name, ctypes.c_int64) for name in ("length", "table_width", "stop_width", "bias_width")),
     )
 
 
@@ -160,8 +169,8 @@ class NativeCompute:
         self._width = next(width for width in HEAD_WIDTHS if width >= config.head_dim)
         self._block_table: NDArray[np.int32] | None = None
         self._slots_struct: _SlotsStruct | None = None
-        # Keep a reference, because the slots struct points to this array.
-        self._stop_ids: NDArray[np.int64] | None = None
+        # Keep references, because the slots struct points to these arrays.
+        self._widening_arrays: tuple[NDArray[Any], ...] = ()
         self._lib = library.load_with_signatures(_SIGNATURES, None, _RESULTS)
         heads, item = config.num_kv_heads, self._lib.decoder_item_bytes()
         self._rounds_weights = item < torch.float32.itemsize
@@ -245,10 +254,12 @@ class NativeCompute:
 
         If all counts are 1, run up to `max_steps` steps within `budget_s` seconds.
         """
-        if self._slots_struct is None or self._stop_ids is not self._slots.stop_ids:
+        # A request with more ids than any before replaces an array.
+        arrays = self._slots.stop_ids, self._slots.biased_ids, self._slots.biases
+        if any(map(is_not, arrays, self._widening_arrays)) or self._slots_struct is None:
             assert self._block_table is not None
             self._slots_struct = _describe_slots(self._slots, self._block_table)
-            self._stop_ids = self._slots.stop_ids  # a request with more stop ids replaces the array
+            self._widening_arrays = arrays
         sampled = self._lib.decoder_run(
             self._decoder,
             ctypes.byref(self._slots_struct),
@@ -396,7 +407,10 @@ def _parse_tensor_name(name: str) -> tuple[str, int]:
 
 def _describe_slots(slots: Slots, table: NDArray[np.int32]) -> _SlotsStruct:
     struct = _SlotsStruct(
-        length=slots.max_length, table_width=table.shape[1], stop_width=slots.stop_ids.shape[1]
+        length=slots.max_length,
+        table_width=table.shape[1],
+        stop_width=slots.stop_ids.shape[1],
+        bias_width=slots.biased_ids.shape[1],
     )
     for name, dtype in _SLOT_ARRAYS.items():
         array = table if name == "table" else getattr(slots, name)

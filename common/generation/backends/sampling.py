@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl.common.generation.backends.logit_adjustments import adjust_logits
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.batch.step_compute import SlotIndices
 from meshrl.common.generation.counter_rng import draw_uniforms
@@ -41,7 +42,7 @@ def sample_slots(
         state.temperature[slots], state.top_p[slots], state.top_k[slots], state.min_p[slots]
     )
     drawn = draw_uniforms(state.rng_key[slots], state.num_tokens[slots])
-    tokens, logprobs = sample_tokens(logits, how, drawn)
+    tokens, logprobs = sample_tokens(adjust_logits(state, slots, logits), how, drawn)
     wants_raw = state.wants_raw_logprobs[slots]
     plain = logprobs
     if wants_raw.any():

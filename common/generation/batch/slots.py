@@ -5,7 +5,8 @@ slot.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,13 @@ class Slots:
         self.min_p = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int64)
         self.wants_raw_logprobs = np.zeros(num_slots, bool)
+        self.is_adjusted = np.zeros(num_slots, bool)  # False: the next six arrays do not count
+        self.repetition_penalty = np.ones(num_slots, np.float32)
+        self.presence_penalty = np.zeros(num_slots, np.float32)
+        self.output_start = np.zeros(num_slots, np.int64)
+        self.stop_start = np.zeros(num_slots, np.int64)  # known tokens before a stop id is possible
+        self.biased_ids = np.full((num_slots, 1), -1, np.int64)  # padded with -1
+        self.biases = np.zeros((num_slots, 1), np.float32)
         self.finish_reason = np.zeros(num_slots, np.int8)  # finish reason of the last request
         self.stop_ids = np.full((num_slots, 4), -1, np.int64)  # padded with -1
         self._slot_of_request: dict[int, int] = {}  # request id -> slot
@@ -153,7 +161,8 @@ class Slots:
         self.top_p[slot], self.min_p[slot] = request.top_p, request.min_p
         self.top_k[slot], self.wants_raw_logprobs[slot] = request.top_k, request.wants_raw_logprobs
         self.finish_reason[slot] = FinishReason.RUNNING
-        self._set_stop_ids(slot, request.stop_ids)
+        self.stop_ids = _set_padded_row(self.stop_ids, slot, request.stop_ids, -1)
+        self._set_adjustments(slot, request)
         self._slot_of_request[request.id] = slot
         return slot
 
@@ -298,9 +307,26 @@ class Slots:
         self.session_id[slot] = NO_SESSION
         heapq.heappush(self._free_slots, slot)
 
-    def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
-        missing = len(ids) - self.stop_ids.shape[1]
-        if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(ids)] = ids
+    def _set_adjustments(self, slot: int, request: GenerationRequest) -> None:
+        adjustments = request.adjustments
+        self.is_adjusted[slot] = not adjustments.is_neutral
+        if adjustments.is_neutral:
+            return
+        self.repetition_penalty[slot] = adjustments.repetition_penalty
+        self.presence_penalty[slot] = adjustments.presence_penalty
+        self.output_start[slot], self.stop_start[slot] = request.output_start, request.stop_start
+        ids, biases = zip(*adjustments.logit_bias, strict=True) if adjustments.logit_bias else ((), ())
+        self.biased_ids = _set_padded_row(self.biased_ids, slot, ids, -1)
+        self.biases = _set_padded_row(self.biases, slot, biases, 0)
+
+
+def _set_padded_row(
+    array: NDArray[Any], row: int, values: Sequence[float], padding: int
+) -> NDArray[Any]:
+    """Write values and padding into a row of `array`; return it, or a wider copy if needed."""
+    missing = len(values) - array.shape[1]
+    if missing > 0:
+        array = np.pad(array, ((0, 0), (0, missing)), constant_values=padding)
+    array[row] = padding
+    array[row, : len(values)] = values
+    return array

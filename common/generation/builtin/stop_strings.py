@@ -14,18 +14,13 @@ DECODE_MARGIN_TOKENS = (
 )
 
 
-def get_turn_start(request: GenerationRequest) -> int:
-    """Return the position where the generated turn of the request begins."""
-    return len(request.tokens) if request.turn_start < 0 else request.turn_start
-
-
 class StopStringChecker:
     """Check for stop strings after each token of a slot; a complete one ends the turn."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str] | None) -> None:
         self._decode_tokens = decode
         self._stop_strings: dict[int, tuple[str, ...]] = {}  # by slot with stop strings
-        self._turn_starts: dict[int, int] = {}  # start of their turns
+        self._starts: dict[int, int] = {}  # positions from which on a stop string counts
 
     def __bool__(self) -> bool:
         return bool(self._stop_strings)
@@ -43,19 +38,19 @@ class StopStringChecker:
         """Return True if the turn so far, generated elsewhere, completes a stop string already."""
         if not request.stop_strings or self._decode_tokens is None:
             return False
-        text = self._decode_tokens(request.tokens[get_turn_start(request) :].tolist())
+        text = self._decode_tokens(request.tokens[request.stop_start :].tolist())
         return any(stop in text for stop in request.stop_strings)
 
     def add_slot(self, slot: int, request: GenerationRequest) -> None:
-        """Record the start of a slot's turn and its stop strings."""
+        """Record a slot's stop strings."""
         if request.stop_strings:
             self._stop_strings[slot] = request.stop_strings
-            self._turn_starts[slot] = get_turn_start(request)
+            self._starts[slot] = request.stop_start
 
     def remove_slot(self, slot: int) -> None:
         """Remove the slot's request."""
         self._stop_strings.pop(slot, None)
-        self._turn_starts.pop(slot, None)
+        self._starts.pop(slot, None)
 
     def check_slots(self, slots: Slots) -> None:
         """Mark the slots whose newest token completes a stop string."""
@@ -63,8 +58,8 @@ class StopStringChecker:
         for slot, texts in self._stop_strings.items():
             end = int(slots.num_tokens[slot])
             longest = max(len(text.encode()) for text in texts)  # a token has at least one byte
-            start = max(self._turn_starts[slot], end - longest - DECODE_MARGIN_TOKENS)
-            if start == end:
+            start = max(self._starts[slot], end - longest - DECODE_MARGIN_TOKENS)
+            if start >= end:
                 continue
             text = self._decode_tokens(slots.tokens[slot, start:end].tolist())
             if any(stop in text for stop in texts):

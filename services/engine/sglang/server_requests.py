@@ -20,7 +20,6 @@ from meshrl.common.base.errors import MeshError
 from meshrl.common.generation.builtin.stop_strings import (
     DECODE_MARGIN_TOKENS,
     StopStringChecker,
-    get_turn_start,
 )
 from meshrl.common.generation.engine_contract import (
     EngineOutput,
@@ -88,7 +87,7 @@ class SentRequest:
         texts = self.request.stop_strings
         longest = max(len(text.encode()) for text in texts)  # a token has at least one byte
         window = longest + DECODE_MARGIN_TOKENS
-        begin = get_turn_start(self.request)
+        begin = self.request.output_start
         given = self.request.tokens[max(begin, len(self.request.tokens) - window) :].tolist()
         known = [*given, *self.tokens[-(window + new_tokens) :]] if new_tokens else []
         for back in range(new_tokens - 1, -1, -1):

@@ -51,12 +51,23 @@ def next_logprobs(model: Decoder, context: list[int], temperature: float = 1.0) 
     return logprobs
 
 
+def next_logits(model: Decoder, context: list[int]) -> np.ndarray:
+    """Return the logits of every possible next token."""
+    logits: np.ndarray = _logits(model, torch.tensor(context))[-1].numpy()
+    return logits
+
+
 def _logprobs(model: Decoder, row: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the log-probabilities of every possible next token at each position of a row."""
-    with torch.inference_mode():
-        positions = torch.arange(len(row)).unsqueeze(0)
-        hidden = model(row.unsqueeze(0), positions, causal_attention)
-        return (model.compute_logits(hidden)[0] / temperature).log_softmax(-1)
+    return (_logits(model, row) / temperature).log_softmax(-1)
+
+
+@torch.inference_mode()
+def _logits(model: Decoder, row: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(len(row)).unsqueeze(0)
+    hidden = model(row.unsqueeze(0), positions, causal_attention)
+    logits: torch.Tensor = model.compute_logits(hidden)[0]
+    return logits
 
 
 def assert_matches_model(

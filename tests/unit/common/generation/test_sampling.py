@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.common.api.engine import FinishReason
+from meshrl.common.api.engine import FinishReason, LogitAdjustments
 from meshrl.common.base.errors import Refused
 from meshrl.common.generation.backends.sampling import RowSamplingParams, sample_tokens
 from meshrl.common.generation.counter_rng import draw_uint64, draw_uniforms, seed_to_key
@@ -27,6 +27,7 @@ from tests.unit.common.generation.test_builtin_engine import (
     assert_matches_model,
     expected_logprobs,
     make,
+    next_logits,
     next_logprobs,
     words,
 )
@@ -137,7 +138,15 @@ def test_stop_string_without_a_tokenizer_is_rejected(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [{"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -1.0}, {"top_k": -1}, {"stop_strings": ("",)}],
+    [
+        *({"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -1.0}, {"top_k": -1}, {"stop_strings": ("",)}),
+        {"adjustments": LogitAdjustments(((VOCAB, 1.0),))},
+        {"adjustments": LogitAdjustments(((1, float("inf")),))},
+        {"adjustments": LogitAdjustments(repetition_penalty=0.0)},
+        {"adjustments": LogitAdjustments(presence_penalty=float("nan"))},
+        {"adjustments": LogitAdjustments(min_tokens=-1)},
+    ],
+    ids=str,
 )
 def test_invalid_sampling_params_are_rejected(make: Make, params: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="request 1"):
@@ -204,3 +213,99 @@ def test_draws_are_uniform_and_uncorrelated(axis: int) -> None:
     assert ((counts - 1800) ** 2 / 1800).sum() < 90  # chi-square with 49 degrees of freedom
     first, second = np.take(samples, range(299), axis), np.take(samples, range(1, 300), axis)
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
+
+
+def adjusted_logprobs(
+    context: list[int], written: list[int], adjustments: LogitAdjustments, stop_ids: tuple[int, ...]
+) -> np.ndarray:
+    """Return log-probabilities of every next token, by the definitions in vLLM's documentation."""
+    logits = next_logits(decoder(), [*context, *written]).astype(np.float64)
+    for token, bias in adjustments.logit_bias:
+        logits[token] += bias
+    for token in {*context, *written}:
+        scale = adjustments.repetition_penalty
+        logits[token] *= scale if logits[token] < 0 else 1 / scale
+    for token in set(written):
+        logits[token] -= adjustments.presence_penalty
+    if len(written) < adjustments.min_tokens:
+        logits[list(stop_ids)] = -np.inf
+    peak = logits.max()
+    return logits - peak - np.log(np.exp(logits - peak).sum())
+
+
+STOPS = (3, 5, 7)
+ADJUSTMENTS = [
+    LogitAdjustments(logit_bias=((4, -100.0), (9, 2.5), (11, 1.0), (12, 1.0), (13, 1.0))),
+    LogitAdjustments(repetition_penalty=1.8),
+    LogitAdjustments(repetition_penalty=0.6),
+    LogitAdjustments(presence_penalty=1.5),
+    LogitAdjustments(min_tokens=12),
+    LogitAdjustments(((6, 1.0),), 1.3, -0.7, 5),
+]
+
+
+@pytest.mark.parametrize("adjustments", ADJUSTMENTS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_adjusted_logits_are_those_of_the_definition_wherever_a_turn_continues(
+    make: Make, adjustments: LogitAdjustments, temperature: float
+) -> None:
+    """Batch adjusted with plain requests, and continue the turns on another engine."""
+    how: dict[str, Any] = {"temperature": temperature, "stop_ids": STOPS, "max_new": 20}
+    adjusted = how | {"adjustments": adjustments, "wants_raw_logprobs": True}
+    outputs = Listener(make()).run(
+        request(1, CONTEXT, **adjusted), request(2, CONTEXT, seed=1, **how)
+    )
+    tokens = outputs[1].tokens
+    for i, token in enumerate(tokens):
+        expected = adjusted_logprobs(CONTEXT, tokens[:i], adjustments, STOPS)
+        assert outputs[1].logprobs[i] == pytest.approx(expected[token], abs=2e-4)
+        assert temperature or expected[token] >= expected.max() - 2e-4
+    raw = expected_logprobs(decoder(), CONTEXT, tokens)
+    np.testing.assert_allclose(outputs[1].raw_logprobs, raw, atol=2e-4)
+    plain = Listener(make()).run(request(2, CONTEXT, seed=1, **how))[2]
+    assert outputs[2].tokens == plain.tokens
+    np.testing.assert_allclose(outputs[2].logprobs, plain.logprobs, atol=1e-5)
+    half = len(tokens) // 2
+    rest = Listener(make()).run(
+        request(
+            3,
+            CONTEXT + tokens[:half],
+            seed=1,
+            turn_start=len(CONTEXT),
+            **adjusted | {"max_new": 20 - half},
+        )
+    )[3]
+    assert rest.tokens == tokens[half:] and rest.finish == outputs[1].finish
+
+
+def test_no_stop_ends_a_turn_before_its_least_tokens(make: Make) -> None:
+    everything = {"stop_ids": (*range(1, VOCAB),), "temperature": 0.0, "max_new": 30}
+    least = LogitAdjustments(min_tokens=9)
+    stopped, sequel = (
+        Listener(make()).run(request(1, CONTEXT, adjustments=least, **how))[1]  # type: ignore[arg-type]
+        for how in (everything, {"max_new": 30})
+    )
+    assert stopped.tokens[:9] == [0] * 9 and len(stopped.tokens) == 10
+    text = text_of(sequel.tokens)
+    early, late = text[4:8], text[18:24]
+    output = Listener(make()).run(
+        request(1, CONTEXT, max_new=30, adjustments=least, stop_strings=(early, late))
+    )[1]
+    assert output.tokens == sequel.tokens[:12] and output.finish == [FinishReason.STOP]
+
+
+@pytest.mark.needs("compiler")
+@pytest.mark.parametrize("adjustments", ADJUSTMENTS, ids=str)
+def test_backends_sample_the_same_tokens_from_adjusted_logits(
+    adjustments: LogitAdjustments,
+) -> None:
+    native, graphs = (
+        Listener(built_in(path)).run(
+            *(
+                request(i, words(i, 5), stop_ids=STOPS, adjustments=adjustments, top_p=0.9)
+                for i in range(12)
+            )
+        )
+        for path in BUILT_IN
+    )
+    assert sum(native[i].tokens == graphs[i].tokens for i in range(12)) >= 11
