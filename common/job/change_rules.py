@@ -152,8 +152,14 @@ def select_recorded(config: JobConfig) -> dict[str, Any]:
 
 
 def restore_recorded(config: JobConfig, settings: Mapping[str, Any]) -> JobConfig:
-    """Return the job with the settings of a step, as `select_recorded` returned them."""
-    if not settings or select_recorded(config) == settings:
+    """Return the job with the settings of a step, as `select_recorded` returned them.
+
+    Keys that the settings lack are newer than they are, and had their defaults.
+    """
+    if not settings:
+        return config
+    settings = select_recorded(JobConfig()) | settings
+    if select_recorded(config) == settings:
         return config
     return JobConfig.from_document(apply_changes(config.to_document(), settings))
 

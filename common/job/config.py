@@ -263,6 +263,13 @@ class RolloutConfig(ConfigTable):
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     top_k: NonNegativeInteger = 0  # number of most likely tokens retained; 0: all
     min_p: Fraction = 0.0  # minimum probability relative to the most likely token; 0: all
+    # divisor of the logits of tokens that prompt or turn contain (CTRL); 1: none
+    repetition_penalty: Annotated[float, Interval(gt=0, le=2)] = 1.0
+    # number subtracted from the logits of tokens that the turn contains
+    presence_penalty: Annotated[float, Interval(ge=-2, le=2)] = 0.0
+    min_tokens: NonNegativeInteger = 0  # tokens of a turn before a stop can end it
+    # token's text, or id:N -> number added to its logit
+    logit_bias: dict[str, Annotated[float, Interval(ge=-100, le=100)]] = field(default_factory=dict)
     # tokens that end a turn, in addition to the model's own
     stop: list[str] = field(default_factory=list)
     stop_text: list[NonEmptyText] = field(default_factory=list)  # texts that end a turn
@@ -312,6 +319,7 @@ class AlgorithmConfig(ConfigTable):
     overlong_buffer: Integer = -1
     overlong_penalty: NonNegativeNumber = 1.0  # penalty of a trajectory of maximum length
     mask_truncated: bool = False  # no loss for trajectories that were cut off at max_tokens
+    entropy_coefficient: NonNegativeNumber = 0.0  # weight of the entropy bonus in the loss
     kl: Literal["k1", "k2", "k3"] = "k3"  # estimator of the divergence from the reference
     kl_coefficient: NonNegativeNumber = 0.0  # 0: no reference is needed
     kl_in: Literal["loss", "reward"] = "loss"
@@ -356,8 +364,9 @@ class OptimizerConfig(ConfigTable):
     muon_lr: NonNegativeNumber = 0.003  # matrices; 0: AdamW on everything
     adamw_lr: NonNegativeNumber = 0.001
     weight_decay: NonNegativeNumber = 0.0
+    schedule: Literal["linear", "constant", "cosine"] = "linear"  # from the whole rate to final_lr
     warmup_steps: NonNegativeInteger = 5
-    final_lr: Fraction = 0.1  # share of the learning rate at the last step
+    final_lr: Fraction = 0.1  # share of the learning rate at the last step, unless constant
     clip_norm: PositiveNumber = 1.0
 
 

@@ -32,8 +32,8 @@ def linear_logprob(
     """Return log softmax(hidden weight^T / temperature) at each target [t], and the entropies [t].
 
     Shapes: hidden [t, d] and weight [vocab, d] of one dtype, targets [t] int64; results are float32
-    (float64 of float64). Only the log-probabilities have a gradient. `max_logits`: logits in memory
-    at a time; 0: chosen for the device. Ids in `absent_ids` have no probability; their rows of
+    (float64 of float64). Both have a gradient. `max_logits`: logits in memory at a time; 0: chosen
+    for the device. Ids in `absent_ids` have no probability; their rows of
     `weight` get no gradient. IndexError on a CPU if a target is out of range.
     """
     max_logits = max_logits or MAX_LOGITS_PER_CHUNK.get(
@@ -75,16 +75,18 @@ class _FullVocabularyLogprob(torch.autograd.Function):
         likely = normal.exp()
         # 0 log 0 = 0 if a logit is minus infinity
         entropy = torch.linalg.vecdot(likely, normal.clamp_(min=-1e30)).neg_()
-        ctx.save_for_backward(hidden, weight, targets, likely)
+        ctx.save_for_backward(hidden, weight, targets, likely, entropy)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, likely = ctx.saved_tensors
-        arriving = slopes[0].unsqueeze(1) / ctx.temperature
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, likely, entropy = ctx.saved_tensors
+        arriving, entropy_arriving = _scale_slopes(slopes, entropy, ctx.temperature)
         rising = (likely * -arriving).scatter_add_(1, targets.unsqueeze(1), arriving)
+        if entropy_arriving is not None:
+            rising -= _differentiate_entropy(likely.log(), entropy) * entropy_arriving
         rising = rising.to(hidden.dtype)
         of_hidden = rising @ weight if ctx.needs_input_grad[0] else None
         of_weight = rising.t() @ hidden if ctx.needs_input_grad[1] else None
@@ -128,25 +130,31 @@ class _ChunkedLogprob(torch.autograd.Function):
             total = total * shrink + likely.sum(1)
             peak = now
         log_sum = peak + total.log()
-        ctx.save_for_backward(hidden, weight, targets, log_sum)
-        ctx.temperature, ctx.chunk, ctx.absent = temperature, chunk, absent
         entropy = total.log() - weighted / total
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
+        ctx.temperature, ctx.chunk, ctx.absent = temperature, chunk, absent
+        ctx.set_materialize_grads(False)
         return chosen - log_sum, entropy
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_sum = ctx.saved_tensors
-        arriving = slopes[0].unsqueeze(1) / ctx.temperature
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
+        arriving, entropy_arriving = _scale_slopes(slopes, entropy, ctx.temperature)
         of_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype)
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for first, part in _split_vocabulary(weight, ctx.chunk):
             logits = mask_absent_logits(
                 _multiply_in_float32(hidden, part.t()).div_(ctx.temperature), ctx.absent, first
             )
-            rising = logits.sub_(log_sum.unsqueeze(1)).exp_().mul_(-arriving)
+            normal = logits.sub_(log_sum.unsqueeze(1))
+            bent = None
+            if entropy_arriving is not None:
+                bent = _differentiate_entropy(normal, entropy) * entropy_arriving
+            rising = normal.exp_().mul_(-arriving)
             here, at = _locate_targets(targets, first, len(part))
             rising.scatter_add_(1, at, arriving * here.unsqueeze(1))
+            if bent is not None:
+                rising -= bent
             rising = rising.to(hidden.dtype)
             if rising.dtype == of_hidden.dtype:
                 of_hidden.addmm_(rising, part)
@@ -155,6 +163,21 @@ class _ChunkedLogprob(torch.autograd.Function):
             if of_weight is not None:
                 torch.mm(rising.t(), hidden, out=of_weight[first : first + len(part)])
         return of_hidden.to(hidden.dtype), of_weight, None, None, None, None
+
+
+def _scale_slopes(
+    slopes: tuple[Tensor | None, ...], entropy: Tensor, temperature: float
+) -> tuple[Tensor, Tensor | None]:
+    """Return the slopes [t, 1] with respect to logits before the temperature; None: not needed."""
+    own, of_entropy = slopes
+    own = torch.zeros_like(entropy) if own is None else own
+    scaled = own.unsqueeze(1) / temperature
+    return scaled, None if of_entropy is None else of_entropy.unsqueeze(1) / temperature
+
+
+def _differentiate_entropy(logprobs: Tensor, entropy: Tensor) -> Tensor:
+    """Return minus the gradient of the entropy with respect to logits: p (log p + entropy)."""
+    return logprobs.exp() * (logprobs.clamp(min=-1e30) + entropy.unsqueeze(1))
 
 
 def _split_vocabulary(weight: Tensor, chunk: int) -> list[tuple[int, Tensor]]:

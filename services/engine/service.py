@@ -276,6 +276,7 @@ class EngineService(Actor):
                 top_p=how.top_p,
                 top_k=how.top_k,
                 min_p=how.min_p,
+                adjustments=how.adjustments,
                 stop_strings=stop_text,
                 turn_start=begin,
                 wants_raw_logprobs=how.wants_raw_logprobs,

@@ -36,7 +36,11 @@ from meshrl.services.rollout.trajectories.trajectory import (
     TrajectoryOutcome,
     Turn,
 )
-from meshrl.services.rollout.trajectories.transcript import Transcript, find_stop_token_ids
+from meshrl.services.rollout.trajectories.transcript import (
+    Transcript,
+    build_adjustments,
+    find_stop_token_ids,
+)
 from meshrl.services.rollout.trajectories.turn_player import TurnPlayer
 from meshrl.services.rollout.work_counters import IN_FLIGHT, ShardWorkCounters, TrajectoryTracer
 
@@ -90,6 +94,7 @@ class TrajectoryRunner:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             min_p=rollout.min_p,
+            adjustments=build_adjustments(tokenizer, rollout),
         )
 
     @property

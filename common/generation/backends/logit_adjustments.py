@@ -50,7 +50,8 @@ def _mark_tokens(
     columns = np.arange(tokens.shape[1])
     inside = (columns >= starts[:, None]) & (columns < state.num_tokens[slots, None])
     ids = _to_columns(np.where(inside, tokens, -1), vocab, device)
-    return torch.zeros(len(slots), vocab + 1, dtype=torch.bool, device=device).scatter_(1, ids, True)
+    nothing = torch.zeros(len(slots), vocab + 1, dtype=torch.bool, device=device)
+    return nothing.scatter_(1, ids, True)
 
 
 def _to_columns(ids: NDArray[np.int64], vocab: int, device: torch.device) -> Tensor:

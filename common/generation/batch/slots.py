@@ -315,9 +315,9 @@ class Slots:
         self.repetition_penalty[slot] = adjustments.repetition_penalty
         self.presence_penalty[slot] = adjustments.presence_penalty
         self.output_start[slot], self.stop_start[slot] = request.output_start, request.stop_start
-        ids, biases = zip(*adjustments.logit_bias, strict=True) if adjustments.logit_bias else ((), ())
-        self.biased_ids = _set_padded_row(self.biased_ids, slot, ids, -1)
-        self.biases = _set_padded_row(self.biases, slot, biases, 0)
+        bias = adjustments.logit_bias
+        self.biased_ids = _set_padded_row(self.biased_ids, slot, [token for token, _ in bias], -1)
+        self.biases = _set_padded_row(self.biases, slot, [number for _, number in bias], 0)
 
 
 def _set_padded_row(

@@ -6,6 +6,10 @@ The source is SGLang 0.5.23. Properties that the interface does not document:
 - `output_token_logprobs` are of temperature 1 without filtering, because the server is started
   with SGLANG_RETURN_ORIGINAL_LOGPROB. Those of the sampled distribution come with the
   `sampling mask`, which requires a finite `top_k`.
+- Its penalties count only tokens that it sampled for a request since the request last started to
+  run, neither the prompt nor the output before a retraction or on another engine. `min_new_tokens`
+  requires a tokenizer in the server. `logit_bias` depends on none of these; it changes
+  `output_token_logprobs` too.
 - Spans of weight versions come with a request's last chunk only. Earlier chunks carry the
   version that was current when they were processed.
 - An aborted request that was waiting repeats its last token.
@@ -23,13 +27,13 @@ The source is SGLang 0.5.23. Properties that the interface does not document:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.common.api.engine import FinishReason
+from meshrl.common.api.engine import NO_ADJUSTMENTS, FinishReason
 from meshrl.common.base.errors import Refused, RemoteFailure
 from meshrl.common.generation.engine_contract import GenerationRequest
 
@@ -126,6 +130,16 @@ def is_plain_sampling(request: GenerationRequest) -> bool:
 
 def check_sampling(request: GenerationRequest, vocab_size: int, uses_seeds: bool) -> None:
     """Raise Refused if SGLang cannot return the probabilities of the sampled distribution."""
+    adjustments = request.adjustments
+    if replace(adjustments, logit_bias=()) != NO_ADJUSTMENTS or (
+        adjustments.logit_bias and request.wants_raw_logprobs
+    ):
+        raise Refused(
+            f"request {request.id} has a penalty, min_tokens, or a logit_bias with raw "
+            "log-probabilities, which SGLang applies differently or not at all",
+            where="engine",
+            fix="Use the built-in engine, or only logit_bias",
+        )
     if is_plain_sampling(request):
         return
     if (request.top_k or vocab_size) > MAX_MASK_TOKENS:
@@ -175,6 +189,8 @@ def build_generate_body(
             "sampling_seed": request.seed & (2**63 - 1),  # used by servers that sample from seeds
         },
     }
+    if bias := request.adjustments.logit_bias:
+        body["sampling_params"]["logit_bias"] = {str(token): number for token, number in bias}
     if adapter:
         body["lora_path"] = adapter
     if not is_plain_sampling(request):

@@ -47,6 +47,7 @@ from meshrl.services.rollout.rewards.sandbox_client import LIVE_SESSION_STATUSES
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 from meshrl.services.rollout.trajectories.transcript import (
     Transcript,
+    build_adjustments,
     build_tool_turn,
     find_stop_token_ids,
 )
@@ -103,6 +104,7 @@ class LocalPlayer:
         )
         self.max_length = min(desired_length, shape.max_positions)
         self.stop_token_ids = tuple(find_stop_token_ids(self.tokenizer, rollout.stop))
+        self.adjustments = build_adjustments(self.tokenizer, rollout)
         self.transcript = Transcript(self.tokenizer.decode, self.stop_token_ids, rollout.stop_text)
         torch.set_num_threads(1)
         self._engine: BuiltinEngine = build_engine(
@@ -176,6 +178,7 @@ class LocalPlayer:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             min_p=rollout.min_p,
+            adjustments=self.adjustments,
             stop_strings=tuple(rollout.stop_text),
         )
         self._engine.submit([request])

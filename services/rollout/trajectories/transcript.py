@@ -9,7 +9,10 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from meshrl.common.api.engine import LogitAdjustments
 from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import RolloutConfig
+from meshrl.common.model.tokens.logit_bias import resolve_logit_bias
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
@@ -27,6 +30,16 @@ def find_stop_token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]
             fix="Name one of its tokens, or set rollout.stop_text to the text",
         )
     return [token for token in found.values() if token is not None]
+
+
+def build_adjustments(tokenizer: Tokenizer, rollout: RolloutConfig) -> LogitAdjustments:
+    """Return the changes of logits that a job wants before sampling."""
+    return LogitAdjustments(
+        resolve_logit_bias(tokenizer, rollout.logit_bias),
+        rollout.repetition_penalty,
+        rollout.presence_penalty,
+        rollout.min_tokens,
+    )
 
 
 class Transcript:

@@ -110,9 +110,14 @@ class Learner:
             if self._has_behaviour_policy
             else None
         )
-        stats = measure_bin(terms, found, outputs.entropy, fresh)
         roots: list[Tensor] = [outputs.logprobs]
         slopes: list[Tensor | None] = [found.logprob_gradient]
+        if self._algorithm_config.entropy_coefficient:
+            bonus = weight * self._algorithm_config.entropy_coefficient
+            found.losses = found.losses - bonus * outputs.entropy.detach()
+            roots.append(outputs.entropy)
+            slopes.append(-bonus)
+        stats = measure_bin(terms, found, outputs.entropy, fresh)
         if self._has_critic:
             values = critic.compute_values(self._compute_model, bin)
             losses = critic.compute_value_losses(values, terms, weight, self._algorithm_config)

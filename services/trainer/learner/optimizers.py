@@ -38,8 +38,14 @@ MUON_EXCLUDED = ("embedding", "unembedding", "router", "shared_gate")
 
 
 def compute_lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Return the share of the learning rate at `step` (from 0): warm-up, then linear decay."""
-    decay = config.final_lr + (1 - config.final_lr) * (1 - step / steps)
+    """Return the share of the learning rate at `step` (from 0): warm-up times decay.
+
+    It depends on nothing else, so a resumed run continues as it would have. After a change of
+    `steps`, it continues on the schedule of the new length.
+    """
+    done = step / steps
+    remaining = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    decay = config.final_lr + (1 - config.final_lr) * remaining[config.schedule]
     return min(1.0, (step + 1) / max(config.warmup_steps, 1)) * decay
 
 

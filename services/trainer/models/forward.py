@@ -30,7 +30,7 @@ class ForwardOutputs:
     sequence_ids: Tensor  # int64 [t]
     hidden: Tensor  # [t, hidden_size], normalised
     logprobs: Tensor  # [t] float32, of the targets, with a gradient
-    entropy: Tensor  # [t] float32, of the distribution, detached
+    entropy: Tensor  # [t] float32, of the distribution, with a gradient
     aux_loss: Tensor | None  # balance loss of an MoE model, summed over the trained positions
 
 

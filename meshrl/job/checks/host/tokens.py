@@ -8,6 +8,7 @@ from functools import lru_cache
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import INITIAL, RolloutConfig
 from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.tokens.logit_bias import resolve_logit_bias
 from meshrl.common.model.tokens.tokenizer import Tokenizer, find_absent_ids
 from meshrl.job.job_file import JobFile
 from meshrl.job.model_files import load_shape_from, load_tokenizer
@@ -98,8 +99,10 @@ def check_vocabulary(job: JobFile) -> None:
 
 
 def check_stop(job: JobFile) -> None:
-    """Check that the tokens that end a turn can be sampled."""
+    """Check that the tokens that end a turn can be sampled, and that biased ones exist."""
     rollout, tokenizer = job.config.rollout, load_job_tokenizer(job)
+    with job.locate_errors("rollout.logit_bias"):
+        resolve_logit_bias(tokenizer, rollout.logit_bias)
     unknown = [text for text in rollout.stop if tokenizer.token_to_id(text) is None]
     if unknown:
         raise job.make_error(

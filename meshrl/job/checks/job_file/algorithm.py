@@ -6,11 +6,6 @@ from meshrl.common.job.correction_bounds import get_weight_bounds
 from meshrl.job.job_file import JobFile
 
 REWARDLESS_ALGORITHMS = ("sft", "distill")  # algorithms that learn from something else
-SAMPLING_FILTER_DEFAULTS = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-}  # with values that filter nothing
 
 
 def check_algorithm(job: JobFile) -> None:
@@ -32,8 +27,6 @@ def check_algorithm(job: JobFile) -> None:
             "Set algorithm.kl_in to 'loss'",
         )
     _check_correction(job)
-    if not job.config.is_supervised:
-        _check_sampling_filters(job)
 
 
 def _check_correction(job: JobFile) -> None:
@@ -49,31 +42,3 @@ def _check_correction(job: JobFile) -> None:
         wrong = f"the largest weight of a correction, {high:g}, is below the lowest, {low:g}"
         fix = "Raise algorithm.correction_high, or lower algorithm.correction_low"
         raise job.make_error(f"algorithm.correction_{bound}", wrong, fix)
-
-
-def _check_sampling_filters(job: JobFile) -> None:
-    """Check that sampling filters and the algorithm fit together.
-
-    Engines report probabilities of the filtered tokens, which add up to 1. The trainer's policy has
-    all tokens, so that the ratio on the policy itself is the share that the filter leaves.
-    """
-    rollout, chosen = job.config.rollout, job.config.algorithm
-    used = [
-        f"rollout.{name}"
-        for name, all in SAMPLING_FILTER_DEFAULTS.items()
-        if getattr(rollout, name) != all
-    ]
-    if not used:
-        return
-    if chosen.correction == "none":
-        raise job.make_error(
-            used[0],
-            f"with {used[0]} probability ratios would start at the retained probability mass "
-            "instead of 1, and would be clipped",
-            "Set algorithm.correction, for example to 'tis', or remove the sampling filters",
-        )
-    if chosen.kl_coefficient and chosen.kl_in == "reward":
-        wrong = f"with {used[0]} a divergence in the reward would include the filtered tokens"
-        raise job.make_error(
-            used[0], wrong, "Set algorithm.kl_in to 'loss', or remove the sampling filters"
-        )

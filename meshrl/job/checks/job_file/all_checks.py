@@ -18,6 +18,7 @@ from meshrl.job.checks.job_file import (
     files,
     judge_and_evaluation,
     optional_keys,
+    sampling,
     sandbox,
 )
 from meshrl.job.job_file import MESSAGE_WITH_LOCATION, Check, JobFile
@@ -212,6 +213,7 @@ VALUE_CHECKS: tuple[Check, ...] = (
     check_pool,
     judge_and_evaluation.check_evaluation,
     algorithm.check_algorithm,
+    sampling.check_sampling,
     sandbox.check_sandbox,  # options of rewards, before the rows that they name
 )
 FILE_CHECKS: tuple[Check, ...] = (  # which a run has copies of: they do not change

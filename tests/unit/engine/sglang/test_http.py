@@ -13,14 +13,15 @@ from aiohttp import web
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from meshrl.common.api.engine import FinishReason
-from meshrl.common.base.errors import DeadlineExceeded, MeshError, PeerLost, RemoteFailure
+from meshrl.common.api.engine import FinishReason, LogitAdjustments
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, PeerLost, Refused, RemoteFailure
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.http_client import EXTRA_CONNECTIONS, KEEPALIVE_S, HttpClient
 from meshrl.services.engine.sglang.server_requests import SentRequest
 from meshrl.services.engine.sglang.v0_5 import (
     StreamChunk,
     build_generate_body,
+    check_sampling,
     is_plain_sampling,
     parse_chunk,
 )
@@ -337,6 +338,29 @@ def test_truncated_sampling_requests_sampling_logprobs() -> None:
         assert "return_sampling_mask" not in build_generate_body(
             model_s_own, 5, "r", "w:1.0", VOCAB
         )
+
+
+def test_logit_bias_is_sent_and_leaves_the_sampling_plain() -> None:
+    biased = request(1, adjustments=LogitAdjustments(((3, -2.0), (7, 1.5))))
+    check_sampling(biased, 150_000, uses_seeds=False)
+    body = build_generate_body(biased, 5, "r", "w:1.0", VOCAB)
+    assert body["sampling_params"]["logit_bias"] == {"3": -2.0, "7": 1.5}
+    assert is_plain_sampling(biased)  # SGLang's log-probabilities include the bias
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"adjustments": LogitAdjustments(repetition_penalty=1.1)},
+        {"adjustments": LogitAdjustments(presence_penalty=0.1)},
+        {"adjustments": LogitAdjustments(((3, 1.0),), min_tokens=2)},
+        {"adjustments": LogitAdjustments(((3, 1.0),)), "wants_raw_logprobs": True},
+    ],
+    ids=str,
+)
+def test_adjustments_that_sglang_applies_otherwise_are_rejected(how: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="SGLang applies differently"):
+        check_sampling(request(1, **how), VOCAB, uses_seeds=False)
 
 
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)

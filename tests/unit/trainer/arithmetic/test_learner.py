@@ -51,10 +51,10 @@ MODEL = ModelConfig(
 )
 
 
-def learner(seed: int = 0) -> Learner:
+def learner(seed: int = 0, **algorithm: Any) -> Learner:
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(seed))
-    return Learner(model, OptimizerConfig(), AlgorithmConfig())
+    return Learner(model, OptimizerConfig(), AlgorithmConfig(**algorithm))
 
 
 def sequences(count: int = 9, version: int = 0) -> list[TrainingSequence]:
@@ -72,7 +72,9 @@ def sequences(count: int = 9, version: int = 0) -> list[TrainingSequence]:
     return made
 
 
-def plain_gradient(learner: Learner, made: list[TrainingSequence]) -> tuple[float, torch.Tensor]:
+def plain_gradient(
+    learner: Learner, made: list[TrainingSequence], entropy_coefficient: float = 0.0
+) -> tuple[float, torch.Tensor]:
     """Compute the gradient sequence by sequence, without packing."""
     model = learner.model
     model.zero_grad()
@@ -80,11 +82,13 @@ def plain_gradient(learner: Learner, made: list[TrainingSequence]) -> tuple[floa
     for one in made:
         tokens = torch.from_numpy(one.tokens).long()
         hidden = model(tokens[None, :-1], torch.arange(len(tokens) - 1)[None], causal_attention)
-        logprobs = model.compute_logits(hidden)[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        normal = model.compute_logits(hidden)[0].log_softmax(-1)
+        logprobs = normal.gather(1, tokens[1:, None])[:, 0]
         advantage = float(one.advantages)
         ratio = (logprobs - torch.from_numpy(one.logprobs[1:])).exp()
         objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
         loss = -objective.clamp(min=3 * advantage) if advantage < 0 else -objective
+        loss = loss + entropy_coefficient * (normal.exp() * normal).sum(-1)
         total = total + loss[torch.from_numpy(one.loss_mask[1:])].sum()
     total.backward()
     return float(total.detach()), torch.cat(
@@ -92,11 +96,11 @@ def plain_gradient(learner: Learner, made: list[TrainingSequence]) -> tuple[floa
     )
 
 
-@pytest.mark.parametrize("budget", [64, 200, 2560])
-def test_gradient_does_not_depend_on_the_packing(budget: int) -> None:
-    one, made = learner(), sequences()
+@pytest.mark.parametrize(("budget", "coefficient"), [(64, 0.0), (200, 0.3), (2560, 0.0)])
+def test_gradient_does_not_depend_on_the_packing(budget: int, coefficient: float) -> None:
+    one, made = learner(entropy_coefficient=coefficient), sequences()
     gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, budget))
-    loss, expected = plain_gradient(learner(), made)
+    loss, expected = plain_gradient(learner(), made, coefficient)
     assert stats.loss_sum == pytest.approx(loss, rel=1e-4)
     assert stats.tokens == sum(int(s.loss_mask[1:].sum()) for s in made)
     assert torch.allclose(gradient, expected, rtol=1e-3, atol=1e-4)

@@ -1,5 +1,7 @@
 """Optimizers compared with those of PyTorch."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -155,9 +157,16 @@ def test_loaded_state_allocates_no_memory() -> None:
     assert all(torch.equal(t, after[n]) for n, t in moments.items()), "it shows what is there now"
 
 
-def test_learning_rate_warms_up_and_decays_to_its_minimum() -> None:
-    config = OptimizerConfig(warmup_steps=5, final_lr=0.1)
+@pytest.mark.parametrize(
+    ("schedule", "middle", "last"),
+    [("linear", 0.55, 0.1 + 0.9 / 50), ("constant", 1, 1), ("cosine", 0.55, 0.10089)],
+)
+def test_learning_rate_warms_up_and_decays_to_its_minimum(
+    schedule: Any, middle: float, last: float
+) -> None:
+    config = OptimizerConfig(schedule=schedule, warmup_steps=5, final_lr=0.1)
     factors = [compute_lr_factor(step, 50, config) for step in range(50)]
     assert factors[0] == pytest.approx(0.2) and max(factors) == factors[4]
     assert factors[4:] == sorted(factors[4:], reverse=True)
-    assert factors[-1] == pytest.approx(0.1 + 0.9 / 50)
+    assert (factors[25], factors[-1]) == pytest.approx((middle, last), abs=1e-5)
+    assert [compute_lr_factor(step, 50, config) for step in (30, 31)] == factors[30:32]
