@@ -158,7 +158,7 @@ def restore_recorded(config: JobConfig, settings: Mapping[str, Any]) -> JobConfi
     """
     if not settings:
         return config
-    settings = select_recorded(JobConfig()) | settings
+    settings = {**select_recorded(JobConfig()), **settings}
     if select_recorded(config) == settings:
         return config
     return JobConfig.from_document(apply_changes(config.to_document(), settings))

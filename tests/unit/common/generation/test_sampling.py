@@ -230,7 +230,8 @@ def adjusted_logprobs(
     if len(written) < adjustments.min_tokens:
         logits[list(stop_ids)] = -np.inf
     peak = logits.max()
-    return logits - peak - np.log(np.exp(logits - peak).sum())
+    logprobs: np.ndarray = logits - peak - np.log(np.exp(logits - peak).sum())
+    return logprobs
 
 
 STOPS = (3, 5, 7)
@@ -282,7 +283,7 @@ def test_no_stop_ends_a_turn_before_its_least_tokens(make: Make) -> None:
     everything = {"stop_ids": (*range(1, VOCAB),), "temperature": 0.0, "max_new": 30}
     least = LogitAdjustments(min_tokens=9)
     stopped, sequel = (
-        Listener(make()).run(request(1, CONTEXT, adjustments=least, **how))[1]  # type: ignore[arg-type]
+        Listener(make()).run(request(1, CONTEXT, adjustments=least, **how))[1]
         for how in (everything, {"max_new": 30})
     )
     assert stopped.tokens[:9] == [0] * 9 and len(stopped.tokens) == 10
