@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -29,6 +30,15 @@ class Phase(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     STOPPED = "stopped"
+
+
+
+
+def format_phase(phase: str, document: Mapping[str, Any]) -> str:
+    """Return a job's phase for people: without demonstrations no warm start precedes version 0."""
+    if phase == Phase.WARM_START and not document.get("warm_start", {}).get("demonstrations"):
+        return "preparing the model"
+    return phase.replace("_", " ")
 
 
 # shards work on the job
@@ -71,6 +81,11 @@ class JobRow:
     )
     blocked_since_ms: int = 0  # since when it is blocked for this reason
     created_ms: int = 0  # time of its submission: distinguishes it from an earlier job of its name
+
+    @property
+    def phase_text(self) -> str:
+        """Phase for people."""
+        return format_phase(self.phase, self.document)
 
     @property
     def is_terminal(self) -> bool:

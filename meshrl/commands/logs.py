@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from meshrl.common.base.errors import ConfigError, MeshError, NotFound, PeerLost
 from meshrl.common.mesh.process.diagnosis.failure import TAIL_BYTES, read_tail
 from meshrl.directory.command_target import resolve_mesh
-from meshrl.directory.directory_paths import MeshPaths, find_root_pid
+from meshrl.directory.directory_paths import MeshPaths, find_root_pid, format_path
 
 if TYPE_CHECKING:
     from meshrl.common.mesh.runtime.mesh import Mesh
@@ -57,6 +57,8 @@ def print_logs(
         sizes = {path: path.stat().st_size for path in here}
         for path in here:
             _print_lines(path.stem, read_tail(path, lines), len(here) > 1)
+        if not any(sizes.values()):
+            _note(f"no process has written to a log in {format_path(place.logs)}")
         if follow:
             _follow_local(lambda: sorted(place.logs.glob("*.log")), sizes, True)
     else:
@@ -65,7 +67,10 @@ def print_logs(
         if not (
             may_be_elsewhere and asyncio.run(_print_remote_log(place, service, lines, follow, here))
         ):
-            _print_lines(path.stem, read_tail(path, lines), False)
+            found = read_tail(path, lines)
+            _print_lines(path.stem, found, False)
+            if not found and lines > 0:
+                _note(f"the log of {service} is empty")
             if follow:
                 _follow_local(lambda: [path], {path: path.stat().st_size}, False)
 
@@ -128,7 +133,10 @@ async def _print_remote_log(
 
 async def _print_from_host(remote: RemoteLogs, log: RemoteLog, lines: int, follow: bool) -> None:
     part = await remote.read_part(log, -TAIL_BYTES)
-    _print_lines(log.log_file.name, part.text.splitlines()[-lines:] if lines > 0 else [], False)
+    found = part.text.splitlines()[-lines:] if lines > 0 else []
+    _print_lines(log.log_file.name, found, False)
+    if not found and lines > 0:
+        _note(f"the log of {log.log_file.name} on {log.host} is empty")
     silent_s: float | None = None
     while follow:
         if part.next_offset >= part.file_size_bytes or silent_s is not None:
@@ -176,6 +184,10 @@ def _follow_local(
                 _print_lines(
                     path.stem, complete_lines.decode(errors="replace").splitlines(), with_names
                 )
+
+
+def _note(text: str) -> None:
+    print(f"({text})", file=sys.stderr, flush=True)
 
 
 def _print_lines(name: str, lines: list[str], with_names: bool) -> None:

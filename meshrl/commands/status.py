@@ -21,8 +21,8 @@ from meshrl.common.state.redis.embedded_server import redact_password
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.directory.command_target import may_be_running, read_run, resolve_mesh
 from meshrl.directory.directory_paths import MeshPaths, find_mesh
-from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
 from meshrl.runs.outcome import read_outcome
+from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, make_not_running_error, query_mesh
 from meshrl.view import disk_full
 from meshrl.view.history import decisions, move_outcomes
 from meshrl.view.json_output import to_json_document
@@ -157,6 +157,10 @@ def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
 def print_stalls(target: Path | None, mesh: Path | None, as_json: bool) -> None:
     """Print which process waits for which; also when Redis itself does not answer."""
     place = resolve_mesh(target, mesh)
+    if not may_be_running(place):
+        if not print_run_status(target, mesh, as_json):
+            raise make_not_running_error(place)
+        return
     found, entries = diagnose_run_stalls(place)
     if as_json:
         print(json.dumps([asdict(stall) for stall in found]))

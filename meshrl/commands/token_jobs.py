@@ -29,7 +29,8 @@ def show_status(token: str, name: str | None, as_json: bool) -> None:
     table = console_tables.make_table("job", "phase", "steps", "version", "trained", "")
     for state in found:
         steps, note = f"{state.step}/{state.steps}", state.error or state.held
-        table.add_row(state.name, state.phase, steps, str(state.version), str(state.trained), note)
+        version = "-" if state.version < 0 else str(state.version)
+        table.add_row(state.name, state.phase, steps, version, str(state.trained), note)
     console_tables.print_table(table)
 
 

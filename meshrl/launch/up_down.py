@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError, MeshError
 from meshrl.common.base.host.listen_addresses import EPHEMERAL_PORTS, parse_listen_address
 from meshrl.common.base.host.settings import METRICS_OFF
 from meshrl.common.job.constraints import ConfigTable
 from meshrl.common.job.renamed_keys import RENAMED_POOL_KEYS
 from meshrl.common.job.schema import Schema
+from meshrl.common.state.jobs import JobRow, read_jobs
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.directory import directory_paths, process_user
 from meshrl.directory.directory_paths import MeshPaths, find_mesh, find_root_pid
+from meshrl.directory.job_file import JOB_FILE_NAME
+from meshrl.directory.mesh_query import query_mesh
 from meshrl.job.checks.host import devices
 from meshrl.job.toml import reader
 from meshrl.launch import root_program, shutdown
@@ -69,6 +74,7 @@ LOCAL_GATEWAY = "tcp://127.0.0.1:*"  # the gateway of a mesh of one host
 JOIN_TOKEN_FILE = "join.token"  # in the mesh's directory
 JOIN_TOKEN_LIFETIME_S = 86_400.0
 REMOTE_WORKERS_WAIT_S = 7 * 86_400.0  # for a cluster's queue, or a user who adds hosts
+JOBS_TIMEOUT_S = 3.0  # for the jobs of a mesh that is to be stopped
 LAUNCHER_LOG = "launcher"  # the name of its log
 LAUNCHER_PROGRAM = RootProgram(
     "meshrl.launch.head.launcher",
@@ -221,8 +227,41 @@ def write_join_token(mesh_paths: MeshPaths) -> None:
 
 
 def down(mesh: Path | None) -> None:
+    """Stop a mesh; print the jobs that it has not ended, and how they continue."""
     place = find_mesh(mesh)
+    unfinished = _read_unfinished_jobs(place)
     pid, leftovers = shutdown.stop_root_process(place)
     if leftovers:
         print(f"killed {len(leftovers)} leftover processes")
-    print("stopped" if pid or leftovers else f"no mesh runs in {place.root}")
+    shown = directory_paths.format_path(place.root)
+    print("stopped" if pid or leftovers else f"no mesh runs in {shown}")
+    for line in format_stopped_jobs(place, unfinished):
+        print(line)
+
+
+def _read_unfinished_jobs(mesh_paths: MeshPaths) -> list[JobRow]:
+    """Return the jobs that a mesh has not ended; none if it does not run or answer."""
+    if not find_root_pid(mesh_paths):
+        return []
+    with contextlib.suppress(MeshError):  # also on a joined host: the head has the jobs
+        rows = query_mesh(mesh_paths, read_jobs, JOBS_TIMEOUT_S)
+        return [row for row in rows if not row.is_terminal]
+    return []
+
+
+def format_stopped_jobs(mesh_paths: MeshPaths, rows: Sequence[JobRow]) -> list[str]:
+    """Return a line for each job that a stopped mesh has not ended, and how to continue."""
+    lines = [
+        f"{row.id} was stopped at step {row.steps_done} of {row.document['budget']['steps']}"
+        for row in rows
+    ]
+    root = mesh_paths.root
+    if rows and (root / JOB_FILE_NAME).is_file():
+        lines.append(f"To resume: meshrl resume {directory_paths.format_path(root)}")
+    elif rows:
+        is_default = root == directory_paths.find_mesh_home().absolute()
+        option = "" if is_default else f" --root {directory_paths.format_path(root)}"
+        lines.append(f"To continue all of them: meshrl up{option}, with the options of its start")
+        one = directory_paths.format_path(Path(rows[0].run_dir))
+        lines.append(f"To continue one of them: meshrl resume {one}")
+    return lines

@@ -106,7 +106,7 @@ def find_model(run: RunLocation, step: int | None, best: bool, scratch: Path) ->
         raise NotFound(why)
     raise NotFound(
         f"{run.display_path} has no model yet: {why.partition('. ')[0]}",
-        fix="Wait for the end of the warm start; `meshrl status` shows its progress",
+        fix="Wait for its first version; `meshrl status` shows the progress",
     )
 
 

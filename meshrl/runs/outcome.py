@@ -12,7 +12,7 @@ from meshrl.common.base.files import json_lines
 from meshrl.common.base.files.corruption import CORRUPTION_EVENT, describe_event
 from meshrl.common.state.events import Event
 from meshrl.common.state.job_lifecycle.trajectory_accounting import format_violations
-from meshrl.common.state.jobs import Phase
+from meshrl.common.state.jobs import Phase, format_phase
 from meshrl.directory import job_file
 from meshrl.directory.command_target import RunLocation, may_be_running
 from meshrl.directory.directory_paths import read_json
@@ -51,6 +51,7 @@ class RunOutcome:
     reward: float | None  # of the last step
     held_out: float | None  # sampled, as measured last
     error: str
+    phase_text: str = ""  # phase for people
     damaged: tuple[str, ...] = ()  # corruptions among its files, and their consequences
 
     @property
@@ -75,7 +76,7 @@ class RunOutcome:
             if (Path(self.run) / "model/config.json").is_file():
                 lines.append(f"The model is in {self.run}/model, the report {self.run}/report.html")
         elif self.state == RUNNING_STATE:
-            lines = [f"{self.job} is running: {self.phase.replace('_', ' ')}, {at}{so_far}"]
+            lines = [f"{self.job} is running: {self.phase_text}, {at}{so_far}"]
         elif self.state == "failed":
             lines = [f"{self.job} failed {at}{so_far}: {self.error}"]
             lines.append(f"To resume after a fix: {self.resume_command}")
@@ -119,23 +120,20 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
         )
     if state == Phase.FINISHED and (bad := _find_violations(run)):
         state, error = "failed", f"its account of trajectories is wrong: {bad}"
-    steps: int | None = None
+    document: dict[str, Any] = {}
     with contextlib.suppress(CorruptData, FileNotFoundError):
-        steps = int(
-            job_file.read_job_file(run.directory / job_file.JOB_FILE_NAME)["document"]["budget"][
-                "steps"
-            ]
-        )
+        document = job_file.read_job_file(run.directory / job_file.JOB_FILE_NAME)["document"]
     return RunOutcome(
         run=run.display_path,
         job=run.job,
         state=state,
         phase=phase,
         step=int(rows[-1]["step"]) if rows else 0,
-        steps=steps,
+        steps=int(document["budget"]["steps"]) if document else None,
         reward=float(rows[-1]["reward"]) if rows else None,
         held_out=held_out,
         error=error,
+        phase_text=format_phase(phase, document),
         damaged=(*corruption_lines[-MAX_CORRUPT_FILES:], *list_corrupt_files(run.directory)),
     )
 

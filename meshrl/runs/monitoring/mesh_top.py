@@ -172,6 +172,7 @@ class TokenJobsObserver:
         return JobFrame(
             job=state.name,
             phase=Phase(state.phase).value,
+            phase_text=state.phase.replace("_", " "),
             block_reason=state.held,
             no_progress_reason="",
             error=state.error,

@@ -22,7 +22,7 @@ def format_other_jobs(mesh: MeshSnapshot, job: str) -> Iterator[str]:
     """Yield a line for each other job that has not ended, in the order of their submission."""
     for row in mesh.live_jobs:
         if row.id != job:
-            state = find_block_reason(row) or row.phase.replace("_", " ")
+            state = find_block_reason(row) or row.phase_text
             step = f"step {row.steps_done}/{row.document['budget']['steps']}"
             workers = len(mesh.find_workers(row.id))
             yield f"{row.id}: {state}, {step}, {workers} worker{'s' if workers != 1 else ''}"

@@ -12,7 +12,7 @@ from meshrl.common.state.events import Event
 from meshrl.common.state.job_lifecycle.trajectory_accounting import TERMS
 from meshrl.common.state.jobs import TERMINAL_PHASES, JobRow, Phase
 from meshrl.common.state.registry import RegistryEntry
-from meshrl.view.history.blocked_jobs import find_block_reason, format_other_jobs
+from meshrl.view.history.blocked_jobs import ADMISSION, find_block_reason, format_other_jobs
 from meshrl.view.history.event_text import ALERT_KINDS, format_event, should_print
 from meshrl.view.history.job_failures import FailureCounter, FailureKind
 from meshrl.view.mesh import prefix_stats
@@ -22,6 +22,7 @@ from meshrl.view.mesh.process_usage import find_owner_job
 from meshrl.view.mesh.rates import TokenRate, compute_trained_rate, estimate_remaining_s
 from meshrl.view.mesh.worker_lines import HiddenWorkers, WorkerLine, select_worker_lines
 
+NEWS_MS = 60_000  # for which an event has a line
 MAX_CURVE_STEPS = 500  # the last steps whose rewards are shown
 
 
@@ -44,6 +45,7 @@ class RunSnapshot:
 
     job: str
     phase: Phase
+    phase_text: str  # for people
     seed: int
     step: int
     steps: int
@@ -103,7 +105,7 @@ class RunHistory:
     """State between readings, for rates and news."""
 
     token_rate: TokenRate = field(default_factory=TokenRate)
-    news: deque[str] = field(default_factory=lambda: deque(maxlen=4))
+    news: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=4))  # (ms, line)
     alerts: list[str] = field(default_factory=list)
     failures: FailureCounter = field(default_factory=FailureCounter)
 
@@ -111,9 +113,14 @@ class RunHistory:
         for event in events:
             self.failures.add(event)
             if line := format_event(event):
-                self.news.append(line)
+                if event.kind != ADMISSION:  # the block reason has a line of its own
+                    self.news.append((event.ms, line))
                 if event.kind in ALERT_KINDS and should_print(int(event.fields.get("times", 1))):
                     self.alerts.append(line)
+
+    def list_news(self, now_ms: float) -> tuple[str, ...]:
+        """Return the lines of the last events, without old ones."""
+        return tuple(line for ms, line in self.news if now_ms - ms < NEWS_MS)
 
 
 def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
@@ -130,11 +137,12 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
     shot = RunSnapshot(
         job=reading.job.id,
         phase=reading.job.phase,
+        phase_text=reading.job.phase_text,
         seed=int(document["seed"]),
         step=reading.job.steps_done,
         steps=steps,
         elapsed_s=reading.elapsed_s,
-        eta_s=estimate_remaining_s(rows, steps),
+        eta_s=None if reading.job.is_terminal else estimate_remaining_s(rows, steps),
         warm_start_share=max((CoreStats.decode(e.stats).warm_start for e in own), default=0),
         rewards=tuple(float(row["reward"]) for row in rows[-MAX_CURVE_STEPS:]),
         evaluations=tuple(reading.evaluations),
@@ -151,7 +159,7 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
         prefix_figures=prefix_stats.sum_engine_figures(own),
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
         trajectory_counts={term: getattr(reading.job, term) for term in TERMS},
-        news=tuple(history.news),
+        news=history.list_news(reading.mesh.now_ms),
         alerts=tuple(history.alerts),
         failures=history.failures.kinds,
         error=reading.job.error,

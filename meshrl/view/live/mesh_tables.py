@@ -38,7 +38,7 @@ def make_jobs_table(mesh: MeshSnapshot) -> Table:
         part = row.document.get("pool", {})
         table.add_row(
             row.id,
-            format_state(find_block_reason(row), row.phase),
+            format_state(find_block_reason(row), row.phase, row.phase_text),
             f"{row.steps_done}/{row.document['budget']['steps']}",
             ""
             if row.is_terminal
@@ -56,11 +56,11 @@ def list_block_reasons(rows: Sequence[JobRow]) -> list[str]:
     return [f"{row.id} is {find_block_reason(row)}" for row in rows if find_block_reason(row)]
 
 
-def format_state(block_reason: str, phase: str) -> Text:
+def format_state(block_reason: str, phase: str, phase_text: str) -> Text:
     """Return the state of a job: `block_reason` if it waits or is paused, else its phase."""
     if block_reason:
         return Text(block_reason.partition(":")[0], style="yellow")
-    return Text(phase.replace("_", " "), style="red" if phase == Phase.FAILED else "")
+    return Text(phase_text, style="red" if phase == Phase.FAILED else "")
 
 
 def format_worker_count(workers: int, entitled: int | None) -> str:

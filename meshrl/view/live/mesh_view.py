@@ -45,7 +45,7 @@ class MeshLines(LinePrinter):
             state = (
                 job.block_reason
                 or job.no_progress_reason.partition(" s ")[2]
-                or job.phase.replace("_", " ")
+                or job.phase_text
             )
             if state != self._states.get(job.job):
                 self._states[job.job] = state

@@ -111,7 +111,7 @@ class RunLines(LinePrinter):
         if snapshot.phase != self._phase:
             self._phase = snapshot.phase
             self.print_line(
-                f"[{format_duration(snapshot.elapsed_s)}] {snapshot.phase.replace('_', ' ')}"
+                f"[{format_duration(snapshot.elapsed_s)}] {snapshot.phase_text}"
             )
 
 
@@ -186,7 +186,7 @@ def render_screen(snapshot: RunSnapshot, run_dir: Path) -> RenderableType:
         or snapshot.error
     ):
         parts.append(Text(wrong, style="bold red"))
-    about = f"  seed {snapshot.seed}  {snapshot.phase.replace('_', ' ')}"
+    about = f"  seed {snapshot.seed}  {snapshot.phase_text}"
     title = Text.assemble((snapshot.job, "bold"), about)
     return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(str(run_dir)))
 
@@ -199,7 +199,7 @@ def _render_progress(snapshot: RunSnapshot) -> RenderableType:
         else (float(snapshot.step), float(snapshot.steps))
     )
     what = (
-        f"warm start {snapshot.warm_start_share:.0%}"
+        f"{snapshot.phase_text} {snapshot.warm_start_share:.0%}"
         if warming
         else f"step {snapshot.step}/{snapshot.steps}"
     )

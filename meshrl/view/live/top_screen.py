@@ -81,7 +81,7 @@ def _make_jobs_table(jobs: Sequence[JobFrame]) -> Table:
             predicted = move_outcomes.format_seconds(job.prediction.step_s) + binds
         table.add_row(
             job.job,
-            format_state(job.block_reason, job.phase),
+            format_state(job.block_reason, job.phase, job.phase_text),
             f"{job.step}/{job.steps}",
             _format_number(job.steps_per_min, ".3g"),
             _format_number(job.reward, ".3f"),

@@ -39,6 +39,7 @@ class JobFrame:
 
     job: str
     phase: str
+    phase_text: str  # for people
     block_reason: str  # `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
     no_progress_reason: str  # for how long it has made no progress, if that is too long
     error: str
@@ -214,6 +215,7 @@ def _build_job_frame(row: JobRow, mesh: MeshSnapshot, rollout_tokens_per_s: floa
     return JobFrame(
         job=row.id,
         phase=row.phase.value,
+        phase_text=row.phase_text,
         block_reason="" if row.is_terminal else row.block_reason,
         no_progress_reason=describe_no_progress(row, mesh.last_renewed_ms),
         error=row.error,

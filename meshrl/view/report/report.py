@@ -26,6 +26,7 @@ from meshrl.view.history import sample_files
 from meshrl.view.history.blocked_jobs import sum_blocked_s
 from meshrl.view.history.event_text import is_unexpected_exit
 from meshrl.view.history.job_failures import summarize_failures
+from meshrl.view.history.lost_hosts import count_lost_hosts
 from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
 from meshrl.view.mesh import prefix_stats
 from meshrl.view.recording import audit
@@ -109,7 +110,7 @@ def summarize(
         "failed_share": round(result.account["typed_drops"] / max(1, ended_count), 4),
         "failures": summarize_failures(events),
         "workers_moved": len(list_planned_moves(events)),
-        "hosts_lost": sum(event.kind == "host_lost" for event in events),
+        "hosts_lost": count_lost_hosts(events),
         "logprob_gap_max": gap,
         "processes_ended": sum(
             int(e.fields.get("count", 1)) for e in events if is_unexpected_exit(e)

@@ -152,6 +152,7 @@ def _admit_priority_level(
                 sum(capacity.total_workers.values()),
             )
             why = f"it needs {least} {noun}, and {free} of {total} are free{beside}"
+            why = why if total else f"it needs {least} {noun}, and the mesh has none at present"
             division.rejected[job.id] = why
         elif home := capacity.take_core_place(
             job.requirements, "" if claim.is_stranded else claim.core_place

@@ -257,7 +257,7 @@ def test_last_frame_stays_while_redis_is_unreachable(
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     with TopScreen() as view:
         view.print_line("no frame yet")
-        view.show(MeshFrame("/mesh", (JobFrame("a", "training", "", "", "", 3, 48),)))
+        view.show(MeshFrame("/mesh", (JobFrame("a", "training", "training", "", "", "", 3, 48),)))
         assert "no frame yet" in capsys.readouterr().out
         view.print_line("Redis does not answer; retrying")
         output = capsys.readouterr().out
