@@ -21,8 +21,8 @@ from meshrl.common.state.redis.embedded_server import redact_password
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.directory.command_target import may_be_running, read_run, resolve_mesh
 from meshrl.directory.directory_paths import MeshPaths, find_mesh
-from meshrl.runs.outcome import read_outcome
 from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, make_not_running_error, query_mesh
+from meshrl.runs.outcome import read_outcome
 from meshrl.view import disk_full
 from meshrl.view.history import decisions, move_outcomes
 from meshrl.view.json_output import to_json_document

@@ -46,7 +46,7 @@ def test_command_without_a_mesh_says_so(stopped: MeshPaths, words: str) -> None:
 
 def test_mesh_of_a_run_names_its_resumption(stopped: MeshPaths) -> None:
     (stopped.root / "job.json").write_text("{}")
-    with pytest.raises(StateUnavailable, match="meshrl resume .meshrl` continues"):
+    with pytest.raises(StateUnavailable, match=r"meshrl resume \.meshrl` continues"):
         query_mesh(stopped, jobs.read_jobs, 2.0)
 
 
