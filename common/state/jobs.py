@@ -32,8 +32,6 @@ class Phase(StrEnum):
     STOPPED = "stopped"
 
 
-
-
 def format_phase(phase: str, document: Mapping[str, Any]) -> str:
     """Return a job's phase for people: without demonstrations no warm start precedes version 0."""
     if phase == Phase.WARM_START and not document.get("warm_start", {}).get("demonstrations"):

@@ -42,11 +42,7 @@ class MeshLines(LinePrinter):
                 step = f"step {job.step}/{job.steps}{reward}  tokens/s {rate}"
                 self.print_line(f"{at}: {step}  {format_roles(workers, job.job)}")
             self._steps[job.job] = job.step
-            state = (
-                job.block_reason
-                or job.no_progress_reason.partition(" s ")[2]
-                or job.phase_text
-            )
+            state = job.block_reason or job.no_progress_reason.partition(" s ")[2] or job.phase_text
             if state != self._states.get(job.job):
                 self._states[job.job] = state
                 self.print_line(f"{at}: {(job.error and f'failed: {job.error}') or state}")

@@ -110,9 +110,7 @@ class RunLines(LinePrinter):
     def _show_phase(self, snapshot: RunSnapshot) -> None:
         if snapshot.phase != self._phase:
             self._phase = snapshot.phase
-            self.print_line(
-                f"[{format_duration(snapshot.elapsed_s)}] {snapshot.phase_text}"
-            )
+            self.print_line(f"[{format_duration(snapshot.elapsed_s)}] {snapshot.phase_text}")
 
 
 class ScreenView:
