@@ -16,15 +16,15 @@ from meshrl.common.state.jobs import Phase, format_phase
 from meshrl.directory import job_file
 from meshrl.directory.command_target import RunLocation, may_be_running
 from meshrl.directory.directory_paths import read_json
+from meshrl.view.health.findings import Finding, find_problems, has_failure
+from meshrl.view.health.run_figures import RunFigures
 from meshrl.view.history.event_text import format_event
 from meshrl.view.recording.audit import account_for_run
 from meshrl.view.recording.run_record import list_corrupt_files, read_events
 
-EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED = (
-    0,
-    1,
-    3,
-)  # exit statuses of commands that follow a run to its end
+# Exit statuses of commands that follow a run to its end.
+EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED = 0, 1, 3
+EXIT_NOT_LEARNED = 4  # the run finished its steps, but cannot have learned
 EXIT_INTERRUPTED = 130  # after Ctrl-C, as shells have it
 MAX_CORRUPT_FILES = 5  # corrupt files that are reported, the last ones
 RUNNING_STATE, STOPPED_STATE = "running", "stopped"
@@ -53,10 +53,13 @@ class RunOutcome:
     error: str
     phase_text: str = ""  # phase for people
     damaged: tuple[str, ...] = ()  # corruptions among its files, and their consequences
+    health: tuple[Finding, ...] = ()  # findings about its steps
 
     @property
     def exit_status(self) -> int:
         """Exit status of a command that has followed the run to this end."""
+        if self.state == "finished" and has_failure(self.health):
+            return EXIT_NOT_LEARNED
         return {"finished": EXIT_FINISHED, "failed": EXIT_FAILED}.get(self.state, EXIT_STOPPED)
 
     @property
@@ -72,7 +75,8 @@ class RunOutcome:
         figures += [] if self.held_out is None else [f"held-out {self.held_out:.3f}"]
         so_far = f" ({', '.join(figures)})" if figures else ""
         if self.state == "finished":
-            lines = [f"{self.job} has finished its {self.step} steps{so_far}"]
+            but = ", but cannot have learned" if has_failure(self.health) else ""
+            lines = [f"{self.job} has finished its {self.step} steps{so_far}{but}"]
             if (Path(self.run) / "model/config.json").is_file():
                 lines.append(f"The model is in {self.run}/model, the report {self.run}/report.html")
         elif self.state == RUNNING_STATE:
@@ -82,6 +86,7 @@ class RunOutcome:
             lines.append(f"To resume after a fix: {self.resume_command}")
         else:
             lines = [f"{self.job} was stopped {at}{so_far}", f"To resume: {self.resume_command}"]
+        lines += [finding.line for finding in self.health]
         return [*lines, *(f"corrupt: {line}" for line in self.damaged)]
 
     def to_document(self) -> dict[str, Any]:
@@ -107,7 +112,10 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
             phase, error = fields["phase"], fields.get("error", "")
         elif kind == "evaluation" and fields.get("sampled") is not None:
             held_out = float(fields["sampled"])
-    rows = list(json_lines.iterate_rows(run.directory / "metrics.jsonl"))
+    figures, last_row = RunFigures(), dict[str, Any]()
+    for row in json_lines.iterate_rows(run.directory / "metrics.jsonl"):
+        figures.add(row)
+        last_row = row
     if phase in (Phase.FINISHED, Phase.FAILED):
         state = phase
     elif phase != Phase.STOPPED and (
@@ -128,13 +136,14 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
         job=run.job,
         state=state,
         phase=phase,
-        step=int(rows[-1]["step"]) if rows else 0,
+        step=figures.last_step,
         steps=int(document["budget"]["steps"]) if document else None,
-        reward=float(rows[-1]["reward"]) if rows else None,
+        reward=float(last_row["reward"]) if last_row else None,
         held_out=held_out,
         error=error,
         phase_text=format_phase(phase, document),
         damaged=(*corruption_lines[-MAX_CORRUPT_FILES:], *list_corrupt_files(run.directory)),
+        health=find_problems(figures, document, is_over=state != RUNNING_STATE),
     )
 
 

@@ -27,8 +27,9 @@ from meshrl.job.bundle import pack_run
 from meshrl.launch.directory_lock import handle_stop_signals
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.mesh_shape import MeshShape
-from meshrl.runs.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED
+from meshrl.runs.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_NOT_LEARNED
 from meshrl.view.guard import WarningGuard
+from meshrl.view.health.findings import has_failure, parse_findings
 from meshrl.view.live.run_view import GuardedView, make_run_view
 from meshrl.view.recording.audit import describe_wrong_account
 from meshrl.view.recording.recorder import POLL_S, Recorder
@@ -134,6 +135,11 @@ async def _conclude(
         print(
             f"To resume: meshrl resume {directory_paths.format_path(recorder.run_dir)}", flush=True
         )
+    findings = parse_findings(summary.get("health", ()))
+    if phase == jobs.Phase.FINISHED and has_failure(findings):
+        print("error: the run has finished, but cannot have learned", file=sys.stderr)
+    for finding in findings:
+        print(finding.line, file=sys.stderr)
     if recorder.output_url:
         print(f"copying the remaining files to {recorder.output_url}", flush=True)
     copy_errors = [await copy_versions(recorder.run_dir, stop), await recorder.finish_copy(stop)]
@@ -146,9 +152,13 @@ async def _conclude(
 
 
 def choose_exit_status(summary: dict[str, Any], phase: jobs.Phase | None, gave_up: bool) -> int:
-    """Return the exit status of a run: 0 only for a finished one with a correct account."""
+    """Return the exit status of a run: 0 only for a finished one with a correct account.
+
+    A finished run that cannot have learned has a status of its own.
+    """
     if format_violations(summary) or phase == jobs.Phase.FAILED:
         return EXIT_FAILED
     if phase == jobs.Phase.FINISHED:
-        return EXIT_FINISHED
+        has_learned = not has_failure(parse_findings(summary.get("health", ())))
+        return EXIT_FINISHED if has_learned else EXIT_NOT_LEARNED
     return EXIT_FAILED if gave_up else EXIT_INTERRUPTED

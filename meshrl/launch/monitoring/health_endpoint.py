@@ -11,7 +11,6 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -25,7 +24,7 @@ from meshrl.common.mesh.telemetry.metrics_endpoint import MetricsEndpoint, make_
 from meshrl.launch.monitoring.host_health import POLL_S, HostHealth, MonitoredProcess
 from meshrl.launch.root_process import RootProcess
 from meshrl.view import disk_full
-from meshrl.view.metrics.mesh_gauges import make_metric_families, read_head_snapshot
+from meshrl.view.metrics.mesh_gauges import HeadReader, make_metric_families
 
 PAGE_CACHE_S = 1.0  # several monitors, or frequent requests of one, cost the processes one answer
 SHARED_MEMORY = Path("/dev/shm")
@@ -244,7 +243,7 @@ async def serve_health(
     if not address:
         yield ""
         return
-    of_mesh = partial(read_head_snapshot, mesh_paths=root.mesh_paths) if is_head else None
+    of_mesh = HeadReader(root.mesh_paths).read_snapshot if is_head else None
     standing = HostHealth(root, stop, of_mesh, stall_s, poll_s)
 
     def metrics() -> str:

@@ -21,6 +21,7 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.directory.command_target import (
     RunLocation,
     may_be_running,
+    read_run,
     read_run_row,
     resolve_bare_mesh,
     resolve_run,
@@ -32,9 +33,11 @@ from meshrl.runs.outcome import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
+    EXIT_NOT_LEARNED,
     EXIT_STOPPED,
     read_outcome,
 )
+from meshrl.view.health.findings import Finding, has_failure
 from meshrl.view.history.job_events import JobEventFilter
 from meshrl.view.history.run_snapshot import (
     RunHistory,
@@ -201,12 +204,26 @@ def _watch_all(place: MeshPaths) -> int:
     except KeyboardInterrupt:
         print(f"\nthe mesh continues; `meshrl watch {format_path(place.root)}` shows it again")
         return EXIT_INTERRUPTED
+    findings: list[Finding] = []
     for row in rows:
         print(f"{row.id}: {row.error or row.phase.replace('_', ' ')}; {row.run_dir}")
+        found = _read_findings(row)
+        print("".join(f"  {finding.line}\n" for finding in found), end="")
+        findings += found
     phases = {row.phase for row in rows}
     if Phase.FAILED in phases:
         return EXIT_FAILED
-    return EXIT_FINISHED if phases <= {Phase.FINISHED} else EXIT_STOPPED
+    if not phases <= {Phase.FINISHED}:
+        return EXIT_STOPPED
+    return EXIT_NOT_LEARNED if has_failure(findings) else EXIT_FINISHED
+
+
+def _read_findings(row: JobRow) -> tuple[Finding, ...]:
+    """Return the findings about a finished job's steps, from the files of its run."""
+    directory = Path(row.run_dir)
+    if row.phase != Phase.FINISHED or not (directory / "job.json").is_file():
+        return ()
+    return read_outcome(read_run(directory), is_live=False).health
 
 
 async def _show_mesh(place: MeshPaths) -> list[JobRow]:

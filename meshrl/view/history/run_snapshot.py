@@ -12,6 +12,8 @@ from meshrl.common.state.events import Event
 from meshrl.common.state.job_lifecycle.trajectory_accounting import TERMS
 from meshrl.common.state.jobs import TERMINAL_PHASES, JobRow, Phase
 from meshrl.common.state.registry import RegistryEntry
+from meshrl.view.health.findings import Finding, find_problems
+from meshrl.view.health.run_figures import RunFigures, compute_truncated_share, extend_figures
 from meshrl.view.history.blocked_jobs import ADMISSION, find_block_reason, format_other_jobs
 from meshrl.view.history.event_text import ALERT_KINDS, format_event, should_print
 from meshrl.view.history.job_failures import FailureCounter, FailureKind
@@ -60,6 +62,10 @@ class RunSnapshot:
     max_staleness: int = 0
     logprob_gap: float | None = None  # gap in the last step that could be measured
     entropy: float = 0.0
+    reward_spread: float | None = None  # of the last step, as the two below
+    truncated_share: float | None = None
+    failed_share: float | None = None
+    findings: tuple[Finding, ...] = ()  # about the run's health
     worker_lines: tuple[WorkerLine, ...] = ()  # those of the job, and idle ones
     hidden_workers: HiddenWorkers = field(default_factory=HiddenWorkers)  # the others
     other_jobs: tuple[str, ...] = ()  # jobs on the same mesh that have not ended, a line each
@@ -108,6 +114,7 @@ class RunHistory:
     news: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=4))  # (ms, line)
     alerts: list[str] = field(default_factory=list)
     failures: FailureCounter = field(default_factory=FailureCounter)
+    figures: RunFigures = field(default_factory=RunFigures)
 
     def add_events(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -126,6 +133,7 @@ class RunHistory:
 def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
     """Return the snapshot at the time of `reading`, and update `history`."""
     history.add_events(reading.events)
+    history.figures = extend_figures(history.figures, reading.step_rows)
     document = reading.job.document
     rows, steps = reading.step_rows, int(document["budget"]["steps"])
     own = reading.own_processes
@@ -134,6 +142,8 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
     tokens = sum(e.stats.get("tokens", 0) for e in rollouts)
     workers, elsewhere = select_worker_lines(reading.mesh, reading.job.id)
     quiet = describe_no_progress(reading.job, reading.mesh.last_renewed_ms)
+    counts = {term: int(getattr(reading.job, term)) for term in TERMS}
+    is_over = reading.job.is_terminal
     shot = RunSnapshot(
         job=reading.job.id,
         phase=reading.job.phase,
@@ -152,13 +162,17 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
         max_staleness=int(document["algorithm"]["max_staleness"]),
         logprob_gap=next((r["logprob_gap"] for r in reversed(rows) if r["logprob_gap"]), None),
         entropy=float(last.get("entropy", 0)),
+        reward_spread=last.get("reward_spread"),
+        truncated_share=compute_truncated_share(last),
+        failed_share=last.get("failed_share"),
+        findings=find_problems(history.figures, document, counts, is_over),
         worker_lines=tuple(workers),
         hidden_workers=elsewhere,
         other_jobs=tuple(format_other_jobs(reading.mesh, reading.job.id)),
         block_reason=find_block_reason(reading.job),
         prefix_figures=prefix_stats.sum_engine_figures(own),
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
-        trajectory_counts={term: getattr(reading.job, term) for term in TERMS},
+        trajectory_counts=counts,
         news=history.list_news(reading.mesh.now_ms),
         alerts=tuple(history.alerts),
         failures=history.failures.kinds,

@@ -21,6 +21,8 @@ from meshrl.common.job.evaluation_plan import GREEDY, HELD_OUT, SAMPLED
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.view.guard import WarningGuard
+from meshrl.view.health.findings import Finding
+from meshrl.view.health.run_figures import compute_truncated_share
 from meshrl.view.history.job_failures import (
     MAX_KINDS,
     FailurePrinter,
@@ -81,6 +83,7 @@ class RunLines(LinePrinter):
         self._shown_problems: dict[str, str] = {}  # by the field of the problem, see above
         self._alerts = 0
         self._failures = FailurePrinter()
+        self._findings: dict[str, str] = {}  # severity of those shown, by rule
 
     def show(self, snapshot: RunSnapshot, rows: Sequence[dict[str, Any]]) -> None:
         at = f"[{format_duration(snapshot.elapsed_s)}]"
@@ -102,10 +105,19 @@ class RunLines(LinePrinter):
         for line in self._failures.format_new(snapshot.failures, bool(new), snapshot.elapsed_s):
             self.print_line(f"{at} {line}")
         self._steps = int(rows[-1]["step"]) if rows else 0
+        self._show_findings(snapshot)
         self._show_phase(snapshot)
         for evaluation in snapshot.evaluations[self._evaluations :]:
             self.print_line(format_evaluation(evaluation))
         self._evaluations = len(snapshot.evaluations)
+
+    def _show_findings(self, snapshot: RunSnapshot) -> None:
+        """Print what is new; at its end a run prints all of its findings elsewhere."""
+        found = {} if snapshot.is_terminal else {f.rule: f for f in snapshot.findings}
+        for rule, finding in found.items():
+            if self._findings.get(rule) != finding.severity:
+                self.print_line(f"[{format_duration(snapshot.elapsed_s)}] {finding.line}")
+        self._findings = {rule: finding.severity for rule, finding in found.items()}
 
     def _show_phase(self, snapshot: RunSnapshot) -> None:
         if snapshot.phase != self._phase:
@@ -175,6 +187,7 @@ def render_screen(snapshot: RunSnapshot, run_dir: Path) -> RenderableType:
             Text("\n".join(map(format_count, snapshot.failures[-MAX_KINDS:])), style="yellow")
         )
         parts.append(Text(format_first(snapshot.failures[-1]), style="dim yellow"))
+    parts += [render_finding(finding) for finding in snapshot.findings]
     if snapshot.news:
         parts.append(Text("\n".join(snapshot.news), style="dim"))
     if (
@@ -187,6 +200,11 @@ def render_screen(snapshot: RunSnapshot, run_dir: Path) -> RenderableType:
     about = f"  seed {snapshot.seed}  {snapshot.phase_text}"
     title = Text.assemble((snapshot.job, "bold"), about)
     return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(str(run_dir)))
+
+
+def render_finding(finding: Finding) -> Text:
+    """Return a finding about the run's health, in red if the run cannot have learned."""
+    return Text(finding.line, style="bold red" if finding.is_failure else "yellow")
 
 
 def _render_progress(snapshot: RunSnapshot) -> RenderableType:
@@ -234,6 +252,9 @@ def _render_learning(snapshot: RunSnapshot) -> RenderableType:
         rows.append(("prefixes", prefix_text))
     stale = f"staleness {snapshot.staleness:.2f} (at most {snapshot.max_staleness})"
     gap_text = f"log-probability gap {format_gap(snapshot.logprob_gap)}"
+    signal = f"reward spread {format_value(snapshot.reward_spread)}"
+    signal += f"   truncated {format_percent(snapshot.truncated_share)}"
+    rows.append(("signal", f"{signal}   failed {format_percent(snapshot.failed_share)}"))
     rows.append(("off-policy", f"{stale}   {gap_text}   entropy {snapshot.entropy:.2f}"))
     return _make_grid(rows)
 
@@ -326,11 +347,21 @@ def format_step(row: dict[str, Any], snapshot: RunSnapshot) -> str:
     )
     return (
         f"[{format_duration(snapshot.elapsed_s)}] step {row['step']}/{snapshot.steps}"
-        f"  reward {row['reward']:.3f}  length {row['length_mean']:.0f}"
+        f"  reward {row['reward']:.3f}  spread {format_value(row.get('reward_spread'))}"
+        f"  length {row['length_mean']:.0f}"
+        f"  truncated {format_percent(compute_truncated_share(row))}"
         f"  staleness {row['staleness']:.2f}  gap {format_gap(row['logprob_gap'])}"
-        f"  failed {100 * row.get('failed_share', 0):.0f} %"
+        f"  failed {format_percent(row.get('failed_share', 0.0))}"
         f"  tokens/s {rate}  {format_roles(snapshot.worker_lines, snapshot.job)}"
     )
+
+
+def format_value(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def format_percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
 
 
 def format_gap(value: float | None) -> str:

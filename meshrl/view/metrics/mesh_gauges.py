@@ -15,6 +15,8 @@ from meshrl.common.state.jobs import COUNT_FIELDS, JobRow
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.common.state.redis.client import StateClient
 from meshrl.directory.directory_paths import MeshPaths
+from meshrl.view.health.findings import judge_run
+from meshrl.view.health.run_figures import RunFigures, extend_figures
 from meshrl.view.mesh import host_rows
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot, read_writable_snapshot
 from meshrl.view.mesh.stalls import Stall, diagnose_stalls
@@ -31,26 +33,48 @@ class HeadSnapshot:
     mesh: MeshSnapshot
     host_states: Mapping[str, str] = field(default_factory=dict)  # host -> its state
     stalls: Sequence[Stall] = ()
+    health: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # job -> rule -> severity
 
 
-async def read_head_snapshot(state: StateClient, mesh_paths: MeshPaths) -> HeadSnapshot:
-    """Read the snapshot of the head at `mesh_paths`. Raises StateUnavailable also when Redis takes
-    no writes.
-    """
-    mesh = await read_writable_snapshot(state)
-    found = {}
-    for row in mesh.live_jobs:
-        if row.steps_done:
-            found[row.id] = await steps.read_step_rows(state, row.id, after_step=row.steps_done - 1)
-    mesh = replace(mesh, steps=found)
-    states = {host.host: host.state for host in host_rows.build_host_rows(mesh, mesh_paths)}
-    return HeadSnapshot(mesh, states, diagnose_stalls(mesh))
+class HeadReader:
+    """Reader of the mesh's snapshots at its head, with the figures of its jobs' steps so far."""
+
+    def __init__(self, mesh_paths: MeshPaths) -> None:
+        self._mesh_paths = mesh_paths
+        self._figures: dict[str, RunFigures] = {}
+
+    async def read_snapshot(self, state: StateClient) -> HeadSnapshot:
+        """Read the snapshot. Raises StateUnavailable also when Redis takes no writes."""
+        mesh = await read_writable_snapshot(state)
+        last_rows, health, before = {}, {}, self._figures
+        self._figures = {}
+        for row in mesh.live_jobs:
+            if not row.steps_done:
+                continue
+            figures = before.get(row.id, RunFigures())
+            known = min(figures.last_step, row.steps_done - 1)
+            found = await steps.read_step_rows(state, row.id, after_step=known)
+            figures = self._figures[row.id] = extend_figures(figures, found) if found else figures
+            counts = {fate: int(getattr(row, fate)) for fate in COUNT_FIELDS}
+            verdicts = judge_run(figures, row.document, counts)
+            last_rows[row.id] = found[-1:]
+            health[row.id] = {name: int(v.severity) for name, v in verdicts.items()}
+        mesh = replace(mesh, steps=last_rows)
+        states = {
+            host.host: host.state for host in host_rows.build_host_rows(mesh, self._mesh_paths)
+        }
+        return HeadSnapshot(mesh, states, diagnose_stalls(mesh), health)
 
 
 def make_metric_families(head: HeadSnapshot) -> Iterator[Any]:
     """Yield gauges of `prometheus_client`, each once."""
     mesh = head.mesh
     yield from _make_job_gauges(mesh)
+    yield _make_gauge(
+        *("job_health", "Verdict of each health rule: 0 fine, 1 warning, 2 cannot learn"),
+        ("job", "rule"),
+        [((job, name), v) for job, found in head.health.items() for name, v in found.items()],
+    )
     yield _make_gauge("leader", "1 while one of the planners leads", (), [((), bool(mesh.leader))])
     # A gang counts once for each role on it; one without instances is idle.
     roles = Counter(

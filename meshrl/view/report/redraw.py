@@ -7,6 +7,8 @@ from pathlib import Path
 from meshrl.common.base.errors import NotFound
 from meshrl.common.base.files.json_lines import iterate_rows
 from meshrl.directory.directory_paths import format_path, read_json
+from meshrl.view.health.findings import find_problems
+from meshrl.view.health.run_figures import collect_figures
 from meshrl.view.history import sample_files
 from meshrl.view.history.run_snapshot import parse_evaluations
 from meshrl.view.history.worker_timeline import WorkerTimeline
@@ -50,6 +52,10 @@ def write_report(run_dir: Path) -> None:
         )
     found, (job, document) = read_json(run_dir / SUMMARY_FILE), read_job(run_dir)
     events, rows = read_events(run_dir), thin_rows(iterate_rows(run_dir / METRICS_FILE))
+    if "health" not in found:  # a summary of an earlier version
+        figures = collect_figures(iterate_rows(run_dir / METRICS_FILE))
+        problems = find_problems(figures, document, is_over=True)
+        found["health"] = [finding.to_document() for finding in problems]
     samples = sample_files.read_samples(run_dir)
     page = render_page(
         found,

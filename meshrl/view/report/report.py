@@ -6,8 +6,8 @@ import asyncio
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from meshrl.common.base.files import documents
 from meshrl.common.mesh.process.diagnosis.failure import DISK_FULL_ERRNOS
 from meshrl.common.state.events import Event
 from meshrl.common.state.job_lifecycle.trajectory_accounting import VIOLATIONS
-from meshrl.common.state.jobs import Phase
+from meshrl.common.state.jobs import TERMINAL_PHASES, Phase
 from meshrl.common.state.pool.store.planner_reports import OPENING, SPEEDUP_RULES
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.directory.directory_paths import write_json
 from meshrl.directory.model_export import build_export_command
 from meshrl.view.guard import WarningGuard
+from meshrl.view.health.findings import find_problems
+from meshrl.view.health.run_figures import RunFigures
 from meshrl.view.history import sample_files
 from meshrl.view.history.blocked_jobs import sum_blocked_s
 from meshrl.view.history.event_text import is_unexpected_exit
@@ -56,6 +58,7 @@ class RunResult:
     seed: int
     wall_s: float
     account: dict[str, int]
+    document: Mapping[str, Any] = field(default_factory=dict)  # of the job
 
 
 def summarize_result(result: RunResult, steps: int) -> dict[str, Any]:
@@ -79,7 +82,9 @@ def summarize(
     cpu_s = usage.sum_cpu_by_name()
     steps = tokens = tokens_trained = 0
     gap: float | None = None
+    figures = RunFigures()
     for row in rows:
+        figures.add(row)
         steps += 1
         tokens += int(row["tokens"])
         tokens_trained += int(row["tokens_trained"])
@@ -109,6 +114,7 @@ def summarize(
         # Ended trajectories without a reward.
         "failed_share": round(result.account["typed_drops"] / max(1, ended_count), 4),
         "failures": summarize_failures(events),
+        "health": summarize_health(figures, result),
         "workers_moved": len(list_planned_moves(events)),
         "hosts_lost": count_lost_hosts(events),
         "logprob_gap_max": gap,
@@ -116,6 +122,13 @@ def summarize(
             int(e.fields.get("count", 1)) for e in events if is_unexpected_exit(e)
         ),
     }
+
+
+def summarize_health(figures: RunFigures, result: RunResult) -> list[dict[str, Any]]:
+    """Return the findings about a run's health, failures first."""
+    is_over = result.phase in TERMINAL_PHASES
+    found = find_problems(figures, result.document, result.account, is_over)
+    return [finding.to_document() for finding in found]
 
 
 def list_role_moves(events: Sequence[Event]) -> list[Event]:
@@ -201,12 +214,10 @@ def _summarize_run(
 ) -> dict[str, Any]:
     """Return a run's summary; how the run ended is in it even if the rest cannot be made."""
     shot, job = recorder.snapshot, recorder.job
-    phase, seed = (
-        shot.phase if shot else Phase.QUEUED,
-        int(recorder.job_file_content["document"]["seed"]),
-    )
+    document = recorder.job_file_content["document"]
+    phase, seed = shot.phase if shot else Phase.QUEUED, int(document["seed"])
     account = audit.account_for_run(recorder.run_dir, events, job)
-    end = RunResult(job, phase, seed, recorder.wall_s, account)
+    end = RunResult(job, phase, seed, recorder.wall_s, account, document)
     found = summarize_result(end, shot.step if shot else 0)
     with guard("the rest of the summary"):
         rows = recorder.record.iterate_rows()
@@ -274,7 +285,7 @@ class LivePage:
             | snapshot.trajectory_counts
             | {"in_flight": snapshot.in_flight}
         )
-        end = RunResult(job, snapshot.phase, snapshot.seed, wall_s, account)
+        end = RunResult(job, snapshot.phase, snapshot.seed, wall_s, account, document)
         tally = copy.deepcopy(self._recorder.usage)
         found = summarize(end, recorded.iterate_rows(), snapshot.evaluations, events, tally)
         found["lost"] = None  # known when nothing is in flight any more

@@ -12,6 +12,7 @@ from meshrl.common.job.evaluation_plan import GREEDY, SAMPLED
 from meshrl.common.state.events import Event
 from meshrl.common.state.pool.store.planner_reports import MOVE_OUTCOME_EVENT, decode_move_outcome
 from meshrl.job.toml.writer import to_toml
+from meshrl.view.health.findings import parse_findings
 from meshrl.view.history.decisions import extract_decisions
 from meshrl.view.history.event_text import format_event
 from meshrl.view.history.job_failures import FailureKind, format_count, format_share
@@ -66,6 +67,7 @@ def render_page(
     ]
     every = [
         ("Summary", _render_table(list_facts(summary))),
+        *render_health(summary),
         *render_learning(rows, evaluations),
         *render_figures(figures.make_evaluation_figures(evaluations)),
         *([("Trajectories of evaluations", read)] if read else []),
@@ -98,6 +100,13 @@ def _render_table(rows: Sequence[tuple[str, str]]) -> str:
 
 
 Section = tuple[str, str]  # title, HTML
+
+
+def render_health(summary: dict[str, Any]) -> list[Section]:
+    """Return the findings about the run's health, with likely causes and keys to change."""
+    found = parse_findings(summary.get("health", ()))
+    lines = "".join(f"<li>{escape(finding.line)}</li>" for finding in found)
+    return [("Health", f"<ul>{lines}</ul>" if lines else '<p class="none">no finding</p>')]
 
 
 def render_learning(

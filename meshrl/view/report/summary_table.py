@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from meshrl.common.job.evaluation_plan import HELD_OUT
+from meshrl.view.health.findings import has_failure, parse_findings
 from meshrl.view.history.job_failures import (
     FailureKind,
     format_counts,
@@ -88,7 +89,17 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{summary['typed_drops']} failed, {lost_text}{summary['trained_twice']} trained twice",
         ),
         *([("failed", failed)] if kinds or summary["typed_drops"] else []),
+        ("health", _describe_health(summary)),
     ]
+
+
+def _describe_health(summary: dict[str, Any]) -> str:
+    """Return the rules with findings; summaries of earlier versions have none."""
+    found = parse_findings(summary.get("health", ()))
+    names = ", ".join(finding.rule for finding in found)
+    if has_failure(found):
+        return f"the run cannot have learned: {names}"
+    return names or "no finding"
 
 
 def _list_evaluations(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -47,6 +47,7 @@ class StepBatch:
     # trained tokens, by their own staleness
     token_staleness: Counter[int] = field(default_factory=Counter)
     mixed_count: int = 0  # trajectories sampled by more than one version
+    turn_count: int = 0  # runs of sampled tokens
     truncated_count: int = 0  # trajectories cut off at the maximum length
     masked_count: int = 0  # those of them that `mask_truncated` masks, also in filtered groups
 
@@ -58,6 +59,7 @@ class StepBatch:
         self.mixed_count += sum(len(np.unique(s.versions[s.loss_mask])) > 1 for s in members)
         self.lengths += [len(s.tokens) for s in members]
         self.truncated_count += sum(s.is_truncated for s in members)
+        self.turn_count += sum(count_turns(s.loss_mask) for s in members)
         rewards = select_scored_rewards(group)
         self.rewards += rewards.tolist()
         left_out = [is_masked(sequence, self.config) for sequence in members]
@@ -103,6 +105,7 @@ class StepBatch:
             "sequences": len(self.sequences),
             "length_mean": float(np.mean(self.lengths)) if self.lengths else 0.0,
             "length_max": max(self.lengths, default=0),
+            "turns": self.turn_count / max(1, len(self.lengths)),
             "staleness": float(np.mean(self.group_staleness)) if self.group_staleness else 0.0,
             "staleness_max": max(self.group_staleness, default=0),
             # trained tokens by staleness: 0, 1, .. up to `max_staleness`
@@ -111,6 +114,11 @@ class StepBatch:
             "truncated": self.truncated_count,
             "masked": self.masked_count,
         }
+
+
+def count_turns(loss_mask: NDArray[np.bool_]) -> int:
+    """Return the number of runs of sampled tokens in a sequence's mask, bool [tokens]."""
+    return int(loss_mask[:1].sum() + (loss_mask[1:] & ~loss_mask[:-1]).sum())
 
 
 def compute_advantages(
