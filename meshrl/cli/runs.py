@@ -37,7 +37,13 @@ def run(
     workers: WorkersOption = None,
     set_: SetOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved job and the process plan.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print what differs from the defaults, processes and memory."
+        ),
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="With --dry-run: print every key of the job.")
     ] = False,
     force: ForceOption = False,
 ) -> None:
@@ -54,25 +60,16 @@ def run(
 
         meshrl run examples/calculator.toml --dry-run
     """
+    from meshrl.commands import dry_run as dry_run_output
     from meshrl.job import job_reader
     from meshrl.launch.checks import mesh_checks
 
     found = job_reader.read_job_file(job, merge_overrides(set_, overrides, seed, workers))
     mesh_checks.check_job_and_mesh(found)
     if dry_run:
-        from meshrl.job.toml.writer import to_toml
-        from meshrl.launch.services import service_plan
-        from meshrl.view.live import console_tables
-        from meshrl.view.terminal import Console
-
-        # The job goes to the standard output, to be redirected into a file and run.
-        print(to_toml(found.config.to_document()), end="")
-        table = console_tables.make_table("process", "what it does")
-        table.title, table.title_justify = "processes", "left"
-        for row in service_plan.describe_processes(found.config):
-            table.add_row(*row)
-        Console(stderr=True).print(table)
+        dry_run_output.print_dry_run(found, everything)
         return
+    dry_run_output.print_choices(found)
     from meshrl.runs import session
 
     raise typer.Exit(session.run_job(found.config, found.base, force, job))
@@ -158,9 +155,11 @@ def submit(
     """
     from meshrl.client import job_check
     from meshrl.client.client import run_request
+    from meshrl.commands import dry_run as dry_run_output
 
     found = job_check.load_checked_job(job, merge_overrides(set_, overrides, seed), None)
     handle = run_request(lambda c: c.submit(found, job_file=job, force=force), mesh, token)
+    dry_run_output.print_choices(found)
     print(f"submitted {handle.name}; its run directory is {handle.run_dir}")
 
 

@@ -20,6 +20,15 @@ HELD_OUT_KEY = "dataset.held_out"
 MESSAGE_WITH_FIX = "{key}: {error}"  # with what to do
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Value that was chosen for a key which the job file leaves open."""
+
+    key: str
+    value: bool | int | float | str
+    reason: str
+
+
 @dataclass(frozen=True, eq=False)
 class JobFile:
     """Job file as read; equal to itself alone."""
@@ -28,6 +37,7 @@ class JobFile:
     base: Path  # directory of the file
     make_error: MakeError
     raw_document: Mapping[str, Any] = field(default_factory=dict)  # the tables and keys of the file
+    choices: tuple[Choice, ...] = ()  # values of `config` that the file leaves open
 
     def with_config(self, config: JobConfig) -> JobFile:
         return replace(self, config=config)

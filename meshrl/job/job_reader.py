@@ -15,10 +15,12 @@ from typing import Any
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.files.remote_directory import is_url
 from meshrl.common.job.config import JobConfig, add_stored_defaults
+from meshrl.common.job.learning_rates import describe_high_rates
 from meshrl.common.job.named_files import replace_paths
 from meshrl.common.job.renamed_keys import RENAMED_JOB_KEYS
 from meshrl.common.job.schema import JOB_SCHEMA
 from meshrl.job.checks.job_file import all_checks, chat_format, files, judge_and_evaluation, sandbox
+from meshrl.job.defaults import choices
 from meshrl.job.job_file import JobFile
 from meshrl.job.toml import reader
 
@@ -73,6 +75,7 @@ def reload_document(
     config_here = replace_paths(config, lambda file: str(home / file.path))
     found = JobFile(config_here, home / "modules", fail)
     all_checks.check_changed_document(found)
+    _warn_of_high_rates(found, "Lower it")
     return found, config.to_document() | {"bundle": bundle}
 
 
@@ -107,6 +110,7 @@ def _check_document(
     fail = partial(reader.make_error, path, locations)
     for notice in JOB_SCHEMA.describe_old_keys(document):
         print(f"{path}: {notice}", file=sys.stderr)
+    document = choices.drop_automatic(document)
     found = JobFile(JOB_SCHEMA.validate(document, fail), base, fail, document)
     config = _resolve_paths(found.config, base)
     config = replace_paths(
@@ -114,8 +118,15 @@ def _check_document(
     )
     reward = replace(config.reward, judge=judge_and_evaluation.load_judge_template(found))
     found = all_checks.complete_group_size(found.with_config(replace(config, reward=reward)))
+    found = choices.choose_values(found)
     all_checks.check_job_file(found)
+    _warn_of_high_rates(found, 'Lower it, or write "auto"')
     return files.complete_steps(found.with_config(chat_format.resolve_chat(found)))
+
+
+def _warn_of_high_rates(job: JobFile, fix: str) -> None:
+    for key, warning in describe_high_rates(job.config).items():
+        print(f"warning: {job.make_error(key, warning, fix)}", file=sys.stderr)
 
 
 def _resolve_paths(config: JobConfig, base: Path) -> JobConfig:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from meshrl.common.base.errors import ConfigError, NotFound
 from meshrl.common.base.files import json_lines
+from meshrl.common.job.config import RolloutConfig
 from meshrl.common.job.evaluation_plan import BEFORE, HELD_OUT, can_evaluate
 from meshrl.directory import directory_paths, model_export
 from meshrl.directory.directory_paths import write_json
@@ -52,7 +53,7 @@ def evaluate_model(
 ) -> int:
     """Print the figures, write them to the evaluation's run directory, return the exit status."""
     with _resolve_model(model, step, best) as directory:
-        fixed = [*FIXED_SETTINGS, NO_TEACHER_SETTING] if _is_distillation(job) else FIXED_SETTINGS
+        fixed = [*FIXED_SETTINGS, *_derive_settings(job)]
         path = directory.absolute()
         chosen = [f"model.path={json.dumps(str(path))}", "model.config={}"]
         chosen += ['model.tokenizer=""'] if (path / "tokenizer.json").is_file() else []
@@ -85,14 +86,21 @@ def evaluate_model(
     return 0
 
 
-def _is_distillation(job: Path) -> bool:
-    """Return True if the job's algorithm takes a teacher; the loader reports errors of the file."""
+def _derive_settings(job: Path) -> list[str]:
+    """Return further settings that the job's file calls for; the loader reports its errors."""
     try:
         document = tomllib.loads(job.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    table = document.get("algorithm")
-    return isinstance(table, dict) and table.get("name") == "distill"
+        return []
+    tables = {
+        name: table if isinstance(table := document.get(name), dict) else {}
+        for name in ("algorithm", "model", "rollout")
+    }
+    settings = [NO_TEACHER_SETTING] * (tables["algorithm"].get("name") == "distill")
+    # The length of training, where a pretrained model would have a longer default.
+    if not tables["model"].get("path") and "max_tokens" not in tables["rollout"]:
+        settings.append(f"rollout.max_tokens={RolloutConfig().max_tokens}")
+    return settings
 
 
 @contextlib.contextmanager

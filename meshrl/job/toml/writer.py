@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 
-def to_toml(document: dict[str, Any]) -> str:
-    """Return a job's document as TOML; `tomllib` reads the same document back."""
-    return "\n".join(_format_table(document, "")) + "\n"
+def to_toml(document: dict[str, Any], comments: Mapping[str, str] | None = None) -> str:
+    """Return a job's document as TOML, with comments behind values, by dotted key.
+
+    `tomllib` reads the same document back.
+    """
+    return "\n".join(_format_table(document, "", comments or {})) + "\n"
 
 
-def _format_table(table: dict[str, Any], path: str) -> list[str]:
-    lines = [
-        f"{_format_key(k)} = {_format_value(v)}" for k, v in table.items() if not _is_section(v)
-    ]
+def _format_table(table: dict[str, Any], path: str, comments: Mapping[str, str]) -> list[str]:
+    lines = []
+    for name, value in table.items():
+        if not _is_section(value):
+            comment = comments.get(f"{path}.{name}" if path else name, "")
+            line = f"{_format_key(name)} = {_format_value(value)}"
+            lines.append(f"{line}  # {comment}" if comment else line)
     if path and (lines or not table):
         lines.insert(0, f"\n[{path}]")
     for key, value in table.items():
         if _is_section(value):
             lines += _format_table(
-                value, f"{path}.{_format_key(key)}" if path else _format_key(key)
+                value, f"{path}.{_format_key(key)}" if path else _format_key(key), comments
             )
     return lines
 

@@ -1,0 +1,81 @@
+"""`meshrl run --dry-run`: the job as it would run, its processes and their memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from rich.table import Table
+
+from meshrl.job.defaults.choices import describe_choices
+from meshrl.job.defaults.differences import select_differences
+from meshrl.job.defaults.memory import GIB, ProcessMemory, estimate_memory, has_shared_worker
+from meshrl.job.job_file import JobFile
+from meshrl.job.toml.writer import to_toml
+from meshrl.launch.services import service_plan
+from meshrl.view.live import console_tables
+from meshrl.view.terminal import Console
+
+MIB = 1 << 20
+COLUMNS: dict[str, Callable[[ProcessMemory], int]] = {
+    "weights": lambda one: one.weights,
+    "optimizer": lambda one: one.optimizer,
+    "gradients": lambda one: one.gradients,
+    "activations": lambda one: one.activations,
+    "KV cache": lambda one: one.kv_cache,
+    "total": lambda one: one.total_bytes,
+}
+
+
+def print_dry_run(job: JobFile, everything: bool) -> None:
+    """Print the job to standard output, as TOML that runs, and the plan to standard error.
+
+    `everything`: with the keys that have their defaults.
+    """
+    reasons = {choice.key: f"chosen: {choice.reason}" for choice in job.choices}
+    document = job.config.to_document() if everything else select_differences(job)
+    print(to_toml(document, reasons), end="")
+    console = Console(stderr=True)
+    table = console_tables.make_table("process", "what it does")
+    table.title, table.title_justify = "processes", "left"
+    for row in service_plan.describe_processes(job.config):
+        table.add_row(*row)
+    console.print(table)
+    memory = _make_memory_table(job)
+    needed = console_tables.measure_width(memory, console.width)
+    Console(stderr=True, width=max(console.width, needed)).print(memory)
+
+
+def print_choices(job: JobFile) -> None:
+    """Print the chosen values, if there are any, to standard error."""
+    if text := describe_choices(job.choices):
+        Console(stderr=True).print(text, highlight=False, markup=False)
+
+
+def _make_memory_table(job: JobFile) -> Table:
+    """Return the estimated memory of each process with a model."""
+    mesh, kv_gib = job.config.mesh, job.config.rollout.kv_memory_gib
+    table = console_tables.make_table("process", "number", *COLUMNS, wraps=False)
+    table.title, table.title_justify = f"estimated memory of each process ({mesh.device})", "left"
+    processes = estimate_memory(job.config)
+    for one in processes:
+        sizes = (_format_size(read(one)) for read in COLUMNS.values())
+        table.add_row(one.process, str(one.count), *sizes)
+    notes = []
+    if has_shared_worker(job.config):
+        notes.append("core and engine share a worker by time slices, and its memory.")
+    if kv_gib:
+        notes.append(f"rollout.kv keeps up to {kv_gib:g} GiB in host memory.")
+    if mesh.device == "cpu":
+        total = sum(one.count * one.total_bytes for one in processes)
+        own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        notes.append(f"All take {_format_size(total)}; this host has {_format_size(own)}.")
+    table.caption, table.caption_justify = " ".join(notes), "left"
+    return table
+
+
+def _format_size(size_bytes: float) -> str:
+    """Return a size in GiB, or in MiB below one GiB; `-` for 0."""
+    if not size_bytes:
+        return "-"
+    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.1f} MiB"
