@@ -10,7 +10,7 @@ from meshrl.common.job.config import JobConfig, OptimizerConfig
 HIGH_RATE_FACTOR = 10.0  # times the usual rate, from which on a rate is called high
 ROUNDING = 1e-9  # relative, of products of rates
 MAX_LORA_RATE = 1e-4  # usual rate of adapters of high rank
-# Full training and LoRA of reinforcement learning: TRL's GRPOConfig, verl and prime-rl use 1e-6, and
+# Of reinforcement learning: TRL's GRPOConfig, verl and prime-rl use 1e-6 in full training, and
 # adapters take ten times the rate ("LoRA Without Regret", Schulman et al. 2025).
 REINFORCEMENT_RATE, LORA_FACTOR = 1e-6, 10.0
 SUPERVISED_RATE = 2e-5  # TRL's SFTConfig; its guide for adapters has 2e-4

@@ -262,4 +262,4 @@ def _format_value(value: Any) -> str:
     return reprlib.repr(value)
 
 
-JOB_SCHEMA = Schema(JobConfig, "`meshrl run --dry-run` prints all keys", RENAMED_JOB_KEYS)
+JOB_SCHEMA = Schema(JobConfig, "`meshrl run --dry-run --all` prints all keys", RENAMED_JOB_KEYS)

@@ -7,6 +7,7 @@ defaults of `JobConfig`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -71,10 +72,8 @@ def choose_values(job: JobFile) -> JobFile:
     """
     gpu_bytes: list[int] = []
     if job.config.mesh.device == "cuda":
-        try:
+        with suppress(ConfigError):  # the checks of this host explain what is missing
             gpu_bytes = [device.memory_bytes for device in list_devices()]
-        except ConfigError:
-            pass  # the checks of this host explain what is missing
         if gpu_bytes:
             why = "one for each GPU of this host"
             job = _choose(job, "mesh.workers", len(gpu_bytes), why)
@@ -161,7 +160,10 @@ def _choose_checkpointing(job: JobFile, shape: ModelConfig, gpu_bytes: list[int]
     training = replace(job.config.training, activation_checkpointing=False)
     config = replace(job.config, training=training)
     processes = estimate_memory(config)[: 2 if has_shared_worker(config) else 1]
-    needed, room = sum(one.total_bytes for one in processes), min(size for size in gpu_bytes if size)
+    needed, room = (
+        sum(one.total_bytes for one in processes),
+        min(size for size in gpu_bytes if size),
+    )
     large = needed > MAX_CORE_SHARE * room
     why = (
         f"without it {' and '.join(one.process for one in processes)} take "

@@ -37,9 +37,7 @@ class ProcessMemory:
 
     @property
     def total_bytes(self) -> int:
-        return (
-            self.weights + self.optimizer + self.gradients + self.activations + self.kv_cache
-        )
+        return self.weights + self.optimizer + self.gradients + self.activations + self.kv_cache
 
 
 def estimate_memory(config: JobConfig) -> list[ProcessMemory]:
@@ -75,16 +73,15 @@ def has_shared_worker(config: JobConfig) -> bool:
 
 def estimate_core(config: JobConfig, shape: ModelConfig) -> ProcessMemory:
     """Return the estimate of each rank of the core."""
-    ranks, copies = config.training.ranks, 2 if config.algorithm.name == "ppo" else 1  # a critic
-    parameters = copies * shape.num_parameters
-    trained, moments = parameters, 2 * parameters
-    if config.lora.rank:
-        trained = _count_adapter_parameters(config, shape) + (copies - 1) * shape.num_parameters
-        parameters += _count_adapter_parameters(config, shape)
-        moments = 2 * trained
-    elif config.optimizer.muon_lr:
-        embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_embeddings else 2)
-        moments = parameters + copies * embeddings  # one of matrices, two of embeddings
+    ranks, adapters = config.training.ranks, _count_adapter_parameters(config, shape)
+    embedding = shape.vocab_size * shape.hidden_size
+    matrices = shape.num_parameters - embedding * (1 if shape.tie_embeddings else 2)
+    critic = matrices + embedding if config.algorithm.name == "ppo" else 0
+    parameters = shape.num_parameters + critic + adapters
+    trained = (adapters or shape.num_parameters) + critic
+    moments = 2 * trained
+    if config.optimizer.muon_lr:  # which has one moment, of matrices
+        moments -= (0 if adapters else matrices) + (matrices if critic else 0)
     width = DTYPE_BYTES[config.training.dtype]
     weights = MASTER_BYTES * parameters // ranks
     if ranks == 1:
@@ -98,7 +95,7 @@ def estimate_core(config: JobConfig, shape: ModelConfig) -> ProcessMemory:
         weights=weights,
         optimizer=MASTER_BYTES * moments // ranks,
         gradients=MASTER_BYTES * trained // ranks,
-        activations=copies * estimate_activations(config, shape),
+        activations=estimate_activations(config, shape) * (2 if critic else 1),
     )
 
 

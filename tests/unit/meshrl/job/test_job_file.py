@@ -18,9 +18,10 @@ from meshrl.common.job.config import JobConfig
 from meshrl.common.job.schema import JOB_SCHEMA
 from meshrl.common.state.pool.demand.requirements import derive_requirements
 from meshrl.job.bundle import pack_bundle
+from meshrl.job.defaults.differences import select_differences
 from meshrl.job.edited_job_file import describe_edits, record_job_file
 from meshrl.job.job_file import get_value
-from meshrl.job.job_reader import apply_override, load_config
+from meshrl.job.job_reader import apply_override, load_config, read_job_file
 from meshrl.job.model_files import count_parameters
 from meshrl.job.references import find_local_imports
 from meshrl.job.toml.reader import find_key_lines, find_line
@@ -129,10 +130,12 @@ def test_tensor_parallel_sizes_become_pool_requirements(tiny: JobVariant) -> Non
 def test_dry_run_output_is_the_same_job(tmp_path: Path, example: str) -> None:
     base = shutil.copytree(EXAMPLES, tmp_path / "examples")
     stops = 'rollout.stop=["😀", "\\u007f", "\\\\"]'
-    config, _ = load_config(base / f"{example}.toml", [stops])
+    job = read_job_file(base / f"{example}.toml", [stops])
     printed = base / "printed.toml"
-    printed.write_text(to_toml(config.to_document()), encoding="utf-8")
-    assert load_config(printed, []) == (config, base)
+    for document in (job.config.to_document(), select_differences(job)):
+        printed.write_text(to_toml(document), encoding="utf-8")
+        assert load_config(printed, []) == (job.config, base)
+    assert not {"planner", "sandbox"} & document.keys()
 
 
 def test_encodings_are_detected_or_reported_with_their_line(tiny: JobVariant) -> None:

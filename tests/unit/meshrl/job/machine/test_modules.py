@@ -14,10 +14,8 @@ from typer.testing import CliRunner
 from meshrl.cli import app
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.mesh.process.child_handle import read_process_usage
-from meshrl.job import job_reader
 from meshrl.job.checks.host import all_checks as checks
 from meshrl.job.checks.host import module_imports
-from meshrl.job.toml.writer import to_toml
 from meshrl.launch.checks import mesh_checks
 from tests.load import scaled
 from tests.unit.meshrl.job.machine.conftest import get_error, read
@@ -163,18 +161,6 @@ def test_submitted_job_needs_no_listen_address(place: Path) -> None:
 def test_submit_checks_the_job_before_it_connects_to_a_mesh(place: Path) -> None:
     error, _, _ = invoke("submit", str(place), "--set=rollout.max_tokens=4096")
     assert "rollout.max_tokens = 4096 exceeds" in error
-
-
-@pytest.mark.parametrize("name", ["calculator", "chat", "code"])
-def test_dry_run_prints_an_equivalent_job_file(name: str, tmp_path: Path) -> None:
-    file = EXAMPLES / f"{name}.toml"
-    config, _ = job_reader.load_config(file, [])
-    text = to_toml(config.to_document())
-    for module in EXAMPLES.glob("*.py"):
-        (tmp_path / module.name).symlink_to(module)
-    (tmp_path / "job.toml").write_text(text)
-    again, _ = job_reader.load_config(tmp_path / "job.toml", [])
-    assert again == config
 
 
 def test_dry_run_prints_only_the_job_on_stdout(place: Path) -> None:

@@ -141,7 +141,7 @@ def test_missing_gpus_are_reported_with_the_search_result(
     gpus.gpu("GPU-a")
     assert "the driver lists no GPU-b" in get_error(devices.check_devices, place, cuda)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    error = get_error(devices.check_devices, place, cuda)
+    error = get_error(devices.check_devices, place, cuda, "mesh.workers=3")
     assert "mesh.workers: 3 workers are requested, but there are 1 GPUs" in error
     gpus.fail_init(DRIVER_NOT_LOADED)
     assert "kernel module is not loaded" in get_error(devices.check_devices, place, cuda)
