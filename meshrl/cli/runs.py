@@ -64,6 +64,8 @@ def run(
     from meshrl.job import job_reader
     from meshrl.launch.checks import mesh_checks
 
+    if everything and not dry_run:
+        raise typer.BadParameter("--all belongs to --dry-run")
     found = job_reader.read_job_file(job, merge_overrides(set_, overrides, seed, workers))
     mesh_checks.check_job_and_mesh(found)
     if dry_run:
