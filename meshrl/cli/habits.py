@@ -64,7 +64,7 @@ class JobCommand(GuardedCommand):
             if "." in name:
                 if not value:
                     ctx.fail(f"{name} has no value. Type: {name[2:]}=VALUE")
-                rewritten.append(f"--set={name[2:]}={value}")
+                rewritten += ["--set", f"{name[2:]}={value}"]
             elif key := _find_key(name):
                 found = [*rewritten, f"{key}={value or 'VALUE'}", *words]
                 command = f"{ctx.command_path} {shlex.join(found)}"

@@ -75,7 +75,7 @@ def evaluate_model(
         # Its progress is no result; standard output is for that.
         with contextlib.redirect_stdout(sys.stderr):
             status = session.run_job(
-                replace(config, out=config.out_url or str(run_dir)), base, False
+                replace(config, out=config.out_url or str(run_dir)), base, False, is_evaluation=True
             )
     result = read_result(run_dir)
     if status != 0 or result is None:
@@ -160,4 +160,5 @@ def _print_result(found: dict[str, Any]) -> None:
     table.add_row("mean length", f"{found['length_mean']:.1f} tokens")
     console = Console()
     console.print(table)
-    console.print(f"{found['run']}/{RESULT_FILE}", soft_wrap=True, highlight=False)
+    run = directory_paths.format_path(Path(found["run"]))
+    console.print(f"{run}/{RESULT_FILE}", soft_wrap=True, highlight=False)

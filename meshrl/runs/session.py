@@ -27,18 +27,30 @@ from meshrl.job.bundle import pack_run
 from meshrl.launch.directory_lock import handle_stop_signals
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.mesh_shape import MeshShape
+from meshrl.runs import next_commands
 from meshrl.runs.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_NOT_LEARNED
 from meshrl.view.guard import WarningGuard
 from meshrl.view.health.findings import has_failure, parse_findings
-from meshrl.view.live.run_view import GuardedView, make_run_view
+from meshrl.view.live.run_view import GuardedView, ProgressLines, RunView, make_run_view
 from meshrl.view.recording.audit import describe_wrong_account
 from meshrl.view.recording.recorder import POLL_S, Recorder
 from meshrl.view.report import report
 from meshrl.view.report.summary_table import print_summary
 
 
-def run_job(config: JobConfig, base: Path, force: bool, job_file: Path | None = None) -> int:
-    """Run a job from its start and return the exit status. `job_file`: the path of its file."""
+def run_job(
+    config: JobConfig,
+    base: Path,
+    force: bool,
+    job_file: Path | None = None,
+    *,
+    is_evaluation: bool = False,
+) -> int:
+    """Run a job from its start and return the exit status.
+
+    `job_file`: the path of its file. `is_evaluation`: print only the progress, as the caller prints
+    the figures.
+    """
     with claim_run_directory(config, force) as claim:
         run_dir = claim.directory
         with translate_write_errors(run_dir):
@@ -56,7 +68,13 @@ def run_job(config: JobConfig, base: Path, force: bool, job_file: Path | None = 
             claim.commit()
 
         return asyncio.run(
-            run_session(run_dir, derive_mesh_shape(config), begin, claim.delete_replaced_run)
+            run_session(
+                run_dir,
+                derive_mesh_shape(config),
+                begin,
+                claim.delete_replaced_run,
+                is_evaluation=is_evaluation,
+            )
         )
 
 
@@ -71,11 +89,13 @@ async def run_session(
     shape: MeshShape,
     submit: Callable[[Launcher], Awaitable[None]],
     on_started: Callable[[], None] = lambda: None,
+    *,
+    is_evaluation: bool = False,
 ) -> int:
     """Run a mesh from its start to the end of a run; return the exit status.
 
     `submit` gives Redis the job, before any service reads it; `on_started` is called when all
-    services are registered.
+    services are registered. `is_evaluation`: print no figures.
     """
     install_lossy_output()
     run = read_run(run_dir)
@@ -92,18 +112,23 @@ async def run_session(
         on_started()
     try:
         recorder = Recorder(launcher, run.job, run_dir)
-        await _follow_run(recorder, launcher, stop)
+        view = ProgressLines() if is_evaluation else make_run_view(run_dir)
+        await _follow_run(recorder, launcher, stop, view)
         await launcher.stop_services()
         await recorder.close()
         summary = await report.write_results(recorder)
     finally:
         await launcher.stop()
+    if not is_evaluation:
+        _print_results(recorder, summary)
     return await _conclude(recorder, summary, launcher, stop)
 
 
-async def _follow_run(recorder: Recorder, launcher: Launcher, stop: asyncio.Event) -> None:
+async def _follow_run(
+    recorder: Recorder, launcher: Launcher, stop: asyncio.Event, run_view: RunView
+) -> None:
     """Show the run until it is over, the user stops it, or the mesh gives up."""
-    with GuardedView(make_run_view(recorder.run_dir)) as view:
+    with GuardedView(run_view) as view:
         async with aclosing(report.LivePage(recorder, view.print_line)) as page:
             while not stop.is_set() and not launcher.failed.is_set():
                 shot = await recorder.poll()
@@ -117,12 +142,19 @@ async def _follow_run(recorder: Recorder, launcher: Launcher, stop: asyncio.Even
             view.print_line("stopping; Ctrl-C again stops all processes at once")
 
 
+def _print_results(recorder: Recorder, summary: dict[str, Any]) -> None:
+    """Print the closing table, and the user's next commands after a finished run."""
+    with WarningGuard()("the final table"):
+        print_summary(summary, recorder.run_dir)
+        if recorder.snapshot and recorder.snapshot.phase == jobs.Phase.FINISHED:
+            lines = next_commands.list_next_commands(recorder.run_dir, recorder.job_file_content)
+            print("Next:", *lines, sep="\n", flush=True)
+
+
 async def _conclude(
     recorder: Recorder, summary: dict[str, Any], launcher: Launcher, stop: asyncio.Event
 ) -> int:
-    """Print the user's next commands, deliver output to other places, return the exit status."""
-    with WarningGuard()("the final table"):
-        print_summary(summary, recorder.run_dir)
+    """Print errors, deliver output to other places, return the exit status."""
     phase = recorder.snapshot.phase if recorder.snapshot else None
     if launcher.failed.is_set():
         print(f"error: {launcher.failure_reason}", file=sys.stderr)

@@ -6,13 +6,14 @@ Read from the files of the run's shards, during the run and after it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshrl.common.base.files.json_lines import decode_row
 
 Sample = dict[str, Any]
+MAX_CELL_CHARS = 500  # of a key of a row that is shown
 ROTATED_SUFFIX = ".older.jsonl"  # suffix of a rotated file
 
 
@@ -137,6 +138,23 @@ def split_parts(sample: Sample) -> Iterator[tuple[str, str, str]]:
                 turn["role"] + (suffix if turn.get("truncated") else ""),
                 turn["text"],
             )
+
+
+def describe_row(sample: Sample, document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (title, text) of each key of the row but the prompt, the gold answer first.
+
+    `document` is that of the job, which names these keys.
+    """
+    reward, row = document.get("reward", {}), sample["row"] or {}
+    options = [part.get("options", {}) for part in (reward, *reward.get("parts", []))]
+    golds = {str(option.get("answer", "answer")).partition(".")[0] for option in options}
+    prompt = str(document.get("dataset", {}).get("prompt", "prompt")).partition(".")[0]
+    for key in sorted(row, key=lambda key: key not in golds):
+        if key != prompt:
+            value = row[key]
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            shown = text if len(text) <= MAX_CELL_CHARS else f"{text[:MAX_CELL_CHARS]}..."
+            yield f"gold {key}" if key in golds else f"row {key}", shown
 
 
 def select_evaluations(samples: Sequence[Sample]) -> list[Sample]:

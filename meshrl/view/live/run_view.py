@@ -107,6 +107,9 @@ class RunLines(LinePrinter):
         self._steps = int(rows[-1]["step"]) if rows else 0
         self._show_findings(snapshot)
         self._show_phase(snapshot)
+        self._show_evaluations(snapshot)
+
+    def _show_evaluations(self, snapshot: RunSnapshot) -> None:
         for evaluation in snapshot.evaluations[self._evaluations :]:
             self.print_line(format_evaluation(evaluation))
         self._evaluations = len(snapshot.evaluations)
@@ -123,6 +126,13 @@ class RunLines(LinePrinter):
         if snapshot.phase != self._phase:
             self._phase = snapshot.phase
             self.print_line(f"[{format_duration(snapshot.elapsed_s)}] {snapshot.phase_text}")
+
+
+class ProgressLines(RunLines):
+    """Printer of a run's phases and problems, without figures."""
+
+    def _show_evaluations(self, snapshot: RunSnapshot) -> None:
+        return None
 
 
 class ScreenView:
@@ -393,10 +403,13 @@ def format_roles(workers: Sequence[WorkerLine], job: str) -> str:
     return " ".join(f"{w.worker}:{w.role}" for w in workers if w.instance and w.job == job)
 
 
+RunView = RunScreen | RunLines
+
+
 class GuardedView:
     """View of a run whose faults, such as a closed pipe, do not end the run."""
 
-    def __init__(self, view: RunScreen | RunLines) -> None:
+    def __init__(self, view: RunView) -> None:
         self._view, self._guard = view, WarningGuard()
 
     def __enter__(self) -> Self:

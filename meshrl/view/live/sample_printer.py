@@ -6,14 +6,19 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
 from meshrl.common.base.errors import NotFound
 from meshrl.common.base.host.terminal import escape_controls
+from meshrl.directory.directory_paths import read_json_or_empty
+from meshrl.directory.job_file import JOB_FILE_NAME
 from meshrl.view.history.sample_files import (
     Sample,
+    describe_row,
     find_file_ends,
     format_heading,
     list_corrupt,
@@ -44,18 +49,21 @@ def print_samples(
             fix="Wait until trajectories end, or wait here with --follow",
         )
     console = Console(highlight=False, soft_wrap=True)
+    document = read_json_or_empty(run_dir / JOB_FILE_NAME).get("document", {})
     for sample in select_samples(found, order, limit):
-        _print_sample(console, sample, as_json)
+        _print_sample(console, sample, document, as_json)
     if follow:
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 for sample in read_new(run_dir, read_to):
                     if (step is None or sample["step"] == step) and matches_order(sample, order):
-                        _print_sample(console, sample, as_json)
+                        _print_sample(console, sample, document, as_json)
                 time.sleep(POLL_S)
 
 
-def _print_sample(console: Console, sample: Sample, as_json: bool) -> None:
+def _print_sample(
+    console: Console, sample: Sample, document: Mapping[str, Any], as_json: bool
+) -> None:
     if as_json:
         print(json.dumps(sample), flush=True)
         return
@@ -67,5 +75,8 @@ def _print_sample(console: Console, sample: Sample, as_json: bool) -> None:
     for role, title, text in split_parts(sample):
         label = Text(f"{title}: ", style=f"bold {STYLES[role]}")
         console.print(label.append(Text(escape_controls(text), style=STYLES[role])))
+    for title, text in describe_row(sample, document):
+        label = Text(f"{escape_controls(title)}: ", style="bold")
+        console.print(label.append(Text(escape_controls(text), style="")))
     console.print()
     sys.stdout.flush()

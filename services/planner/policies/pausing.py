@@ -29,8 +29,9 @@ def update_block_reason(draft: PoolDraft, job: PlannedJob, division: PoolDivisio
     reason = _explain_waiting(draft, job, core_place) if admitted else division.rejected.get(job.id)
     kind = "paused" if has_started(job) else "waiting"
     block_reason = f"{kind}: {reason}" if reason is not None else ""
+    is_early = draft.snapshot.is_gathering_workers or draft.snapshot.is_starting
     if block_reason == job.block_reason or (
-        draft.snapshot.is_gathering_workers and reason is not None and not has_started(job)
+        is_early and reason is not None and not has_started(job)
     ):
         return
     rule = "share" if admitted else "preempt" if has_started(job) else "queue"

@@ -11,11 +11,13 @@ from typer.testing import CliRunner
 from meshrl.cli import app
 from meshrl.common.base.errors import StateUnavailable
 from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.job.config import DatasetConfig, JobConfig, RewardConfig
 from meshrl.common.state import jobs
 from meshrl.common.state.events import Event
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.directory.mesh_query import query_mesh
 from meshrl.launch.up_down import format_stopped_jobs
+from meshrl.runs.next_commands import list_next_commands
 from meshrl.view.history.lost_hosts import count_lost_hosts
 from meshrl.view.history.run_snapshot import NEWS_MS, RunHistory
 
@@ -96,3 +98,16 @@ def test_news_of_the_live_view_are_recent_and_do_not_repeat_why_a_job_waits() ->
     history.add_events([Event("1-0", 1, kind, fields) for kind, fields in events])
     assert history.list_news(2) == ("host pc is back",)
     assert history.list_news(1 + NEWS_MS) == ()
+
+
+def test_finished_run_names_the_next_commands(tmp_path: Path) -> None:
+    config = JobConfig(dataset=DatasetConfig(held_out="test.jsonl"))
+    content = {"document": replace(config, reward=RewardConfig(use="math")).to_document()}
+    content["document"]["bundle"] = {"digest": "0"}  # as a run's record has it
+    content["file"] = {"path": "/jobs/sums.toml"}
+    assert "chat" not in "".join(list_next_commands(tmp_path, content))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    commands = "\n".join(list_next_commands(tmp_path, content))
+    for says in ("chat", f"eval {tmp_path} /jobs/sums.toml", "samples", "resume"):
+        assert f"meshrl {says}" in commands

@@ -64,6 +64,9 @@ class Move:
     details: dict[str, Any]  # figures of the decision
 
 
+FIRST_WORKER_GRACE_S = 30.0  # for the first worker, before a job is reported as waiting for one
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
     """State of the pool at one instant. Times are Redis' own, in milliseconds."""
@@ -84,4 +87,12 @@ class PoolSnapshot:
     @property
     def is_gathering_workers(self) -> bool:
         """True if workers of a new mesh may still be joining."""
-        return self.now_ms - self.up_since_ms < 1000 * self.settings.join_grace_s
+        return self._is_younger(self.settings.join_grace_s)
+
+    @property
+    def is_starting(self) -> bool:
+        """True if the first worker of a new mesh may still be starting, on a slow machine."""
+        return not self.workers and self._is_younger(FIRST_WORKER_GRACE_S)
+
+    def _is_younger(self, age_s: float) -> bool:
+        return self.now_ms - self.up_since_ms < 1000 * age_s

@@ -17,6 +17,7 @@ from meshrl.view.history.sample_files import (
     read_samples,
     split_parts,
 )
+from meshrl.view.history.sample_files import describe_row
 from meshrl.view.report.report_page import render_trajectories
 
 
@@ -91,8 +92,20 @@ def test_sample_shows_turns_tools_reward_versions_and_outcome(run: Path) -> None
         'tool add({"a": 1, "b": 1}): 2',
         "environment:  2 so?",
         "model (cut): it is <7>",
+        "gold answer: 2",
     ):
         assert wanted in output, output
+
+
+def test_sample_shows_the_gold_and_other_keys_of_its_row() -> None:
+    row = {"question": "1+1", "level": 3, "solution": "2", "extra": {"a": [1]}}
+    document = {
+        "dataset": {"prompt": "question"},
+        "reward": {"parts": [{"use": "math", "options": {"answer": "solution"}}]},
+    }
+    found = list(describe_row(sample(1, 1.0, row=row), document))
+    expected = [("gold solution", "2"), ("row level", "3"), ("row extra", '{"a": [1]}')]
+    assert found == expected
 
 
 def test_run_without_samples_is_reported(run: Path) -> None:
