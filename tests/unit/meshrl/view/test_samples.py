@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from meshrl.cli import app
 from meshrl.view.history.sample_files import (
+    describe_row,
     find_file_ends,
     format_heading,
     read_new,
     read_samples,
     split_parts,
 )
-from meshrl.view.history.sample_files import describe_row
 from meshrl.view.report.report_page import render_trajectories
 
 
