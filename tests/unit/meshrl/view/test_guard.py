@@ -98,7 +98,7 @@ class FollowedRun:
         await self.recorder.poll()
 
     def follow(self) -> None:
-        following = session._follow_run(self.recorder, self.launcher, self.stop)
+        following = session._follow_run(self.recorder, self.launcher, self.stop, RunLines())
         self.following = asyncio.create_task(following)
 
     async def until(self, condition: Callable[[], bool]) -> None:
