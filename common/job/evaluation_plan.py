@@ -10,6 +10,8 @@ from meshrl.common.job.config import EvaluationConfig, EvaluationDataset, JobCon
 
 HELD_OUT = "held_out"  # the set of dataset.held_out
 SAMPLED, GREEDY = f"{HELD_OUT}.sampled", f"{HELD_OUT}.greedy"
+LOSS = f"{HELD_OUT}.loss"  # lower is better
+LOSS_METRIC = "held_out_loss"  # of a step
 BEFORE, AFTER = "before", "after"
 TOLERANCE = 1e-9  # for the rounding of sums of floats
 MAX_MISSING_SHARE = 0.05  # maximum share of missing samples in a comparison of versions
@@ -17,7 +19,10 @@ MAX_MISSING_SHARE = 0.05  # maximum share of missing samples in a comparison of 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """One evaluation: the held-out set in `sampling_modes`, and each of the other datasets."""
+    """One evaluation: the held-out set in `sampling_modes`, and each of the other datasets.
+
+    A plan without modes is that of a job without a reward: the loss is its only figure.
+    """
 
     tag: str  # of its one result
     version: int
@@ -28,14 +33,26 @@ def plan_boundary_evaluation(config: JobConfig, tag: str, version: int) -> Evalu
     """Return the evaluation before or after training, by `tag`; None if the job has none."""
     plan = config.evaluation
     is_enabled = plan.before if tag == BEFORE else plan.after
-    if not is_enabled or not can_evaluate(config):
-        return None
-    return EvaluationPlan(tag, version, ("sampled", "greedy"))
+    if is_enabled and can_evaluate(config):
+        return EvaluationPlan(tag, version, ("sampled", "greedy"))
+    return EvaluationPlan(tag, version, ()) if is_loss_due(config, version) else None
 
 
 def can_evaluate(config: JobConfig) -> bool:
     """Return True if the job has a dataset to evaluate on, and a reward."""
     return config.has_reward and bool(config.dataset.held_out or config.evaluation.datasets)
+
+
+def has_held_out_loss(config: JobConfig) -> bool:
+    """Return True if evaluations measure the loss of held-out answers."""
+    return config.is_supervised and bool(config.dataset.held_out)
+
+
+def is_loss_due(config: JobConfig, version: int) -> bool:
+    """Return True if the core measures the held-out loss of a version, before its commit."""
+    plan, last = config.evaluation, config.budget.steps
+    is_due = plan.after if version >= last else plan.every and version % plan.every == 0
+    return has_held_out_loss(config) and version > 0 and bool(is_due)
 
 
 def plan_step_evaluation(config: JobConfig, version: int) -> EvaluationPlan | None:
@@ -45,8 +62,11 @@ def plan_step_evaluation(config: JobConfig, version: int) -> EvaluationPlan | No
     """
     plan = config.evaluation
     last = version >= config.budget.steps
-    if not plan.every or version < 1 or version % plan.every or last or not can_evaluate(config):
+    if not plan.every or version < 1 or version % plan.every or last:
         return None
+    if not can_evaluate(config):
+        has_loss = has_held_out_loss(config)
+        return EvaluationPlan(f"step-{version}", version, ()) if has_loss else None
     modes = ("sampled", "greedy") if plan.best == GREEDY else ("sampled",)
     return EvaluationPlan(f"step-{version}", version, modes)
 

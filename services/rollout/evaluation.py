@@ -14,14 +14,17 @@ import numpy as np
 
 from meshrl.common.job.evaluation_plan import (
     HELD_OUT,
+    LOSS,
+    LOSS_METRIC,
     EvaluationPlan,
     compute_figures,
     compute_mean,
     is_comparable,
+    is_loss_due,
 )
 from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.mesh.runtime.task_groups import run_all
-from meshrl.common.state import jobs
+from meshrl.common.state import jobs, steps
 from meshrl.services.rollout.runner import FIRST_EVALUATION_GROUP
 from meshrl.services.rollout.shard_job import ShardJob
 from meshrl.services.rollout.trajectories.failures import OTHER_KIND
@@ -84,16 +87,18 @@ class EvaluationRun:
             if drawn.all_rewards:
                 result[mode] = compute_mean(drawn.all_rewards)
                 self._figures[f"{HELD_OUT}.{mode}"] = result[mode], drawn
-        for dataset in settings.datasets:
+        for dataset in settings.datasets if plan.sampling_modes else ():
             rows = shard.job.read_file_rows(dataset.path)[: dataset.problems]
             drawn = await self._sample_set(dataset.name, rows, dataset.samples, dataset.temperature)
             found = compute_figures(dataset, drawn.rewards)
             shares |= dict.fromkeys(found or [f"{dataset.name}.mean"], drawn.valid_share)
             for name, figure in found.items():
                 self._figures[name] = figure, drawn
+        loss = await self._read_loss()
         lengths = [length for drawn in self._sampled_sets for length in drawn.lengths]
         result |= {
-            "figures": {name: figure for name, (figure, _) in self._figures.items()},
+            "figures": {name: figure for name, (figure, _) in self._figures.items()}
+            | ({} if loss is None else {LOSS: loss}),
             "failed": sum(drawn.failed_samples for drawn in self._sampled_sets),
             "mixed": sum(drawn.mixed_samples for drawn in self._sampled_sets),
             "shares": shares,
@@ -103,8 +108,20 @@ class EvaluationRun:
             "length_mean": float(np.mean(lengths)) if lengths else 0.0,
         }
         value = self._choose_best_value(settings.best)
+        if settings.best == LOSS and loss is not None:
+            value = -loss
         await retry(shard.mesh.clock, lambda: self._record(result, value))
         return result
+
+    async def _read_loss(self) -> float | None:
+        """Return the held-out loss that the core has committed with the version, if any."""
+        state, job, version = self._shard.mesh.state, self._shard.job.id, self._plan.version
+        if not is_loss_due(self._shard.config, version):
+            return None
+        rows = await retry(
+            self._shard.mesh.clock, lambda: steps.read_step_rows(state, job, version - 1)
+        )
+        return next((row.get(LOSS_METRIC) for row in rows if row["step"] == version), None)
 
     def _choose_best_value(self, best: str) -> float | None:
         """Return the figure that selects the best version; None if it is not comparable."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from meshrl.common.api.rollout import HeldOutRequest, HeldOutRows, Rollout
 from meshrl.common.base.errors import MeshError, NotFound, Refused
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.evaluation_plan import (
@@ -21,15 +22,16 @@ from meshrl.common.job.evaluation_plan import (
     plan_step_evaluation,
 )
 from meshrl.common.mesh.process.diagnosis.failure import FATAL_ERRORS, Failure
-from meshrl.common.mesh.runtime.calls.actor import Actor
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.retry_policy import retry
+from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable, retry
 from meshrl.common.state import jobs
 from meshrl.common.state.jobs import ACTIVE_PHASES, Phase
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.process_names import parse_service_name
 from meshrl.common.weights.store.job_files import open_local_job
 from meshrl.services.rollout.evaluation import evaluate
+from meshrl.services.rollout.held_out_rows import encode_held_out
 from meshrl.services.rollout.runner import TrajectoryRunner
 from meshrl.services.rollout.shard_job import POLL_S, ShardJob, set_job_phase
 
@@ -38,6 +40,8 @@ EXIT_UNEXPECTED = 70  # exit status after an unexpected error
 
 class RolloutShard(Actor):
     """Shard of the job in its process name; the first shard also evaluates."""
+
+    interface = Rollout
 
     def __init__(self, mesh: Mesh, logs: Path) -> None:
         self.mesh, self.logs = mesh, logs
@@ -53,6 +57,13 @@ class RolloutShard(Actor):
     def stats(self) -> dict[str, Any]:
         about = {"job": self.job, "safe_to_evict": self.is_drained, "rests": self.is_drained}
         return about | (self.shard_job.stats().encode() if self.shard_job else {})
+
+    @call(Rollout.encode_held_out)
+    async def encode_held_out(self, request: HeldOutRequest) -> HeldOutRows:
+        """Encode rows of the held-out set for the core, which measures their loss."""
+        if self.shard_job is None:
+            raise ServiceUnavailable(f"{self.mesh.name} has not loaded job {self.job} yet")
+        return await encode_held_out(self.shard_job, request)
 
     @property
     def is_drained(self) -> bool:

@@ -52,6 +52,7 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "update_settings apply_gradient score_bin stage_rows finish_staging": ("trainer",),
         "save_rows finish_saving restore_rows load_weights execute_sleep_order": ("trainer",),
     },
+    "Rollout": {"encode_held_out": ("trainer",)},
     # code of a job's author and of the model runs there: only its shards send any
     "Sandbox": {"load_job run_tools score_trajectories end_sessions": ("rollout",)},
     "Scoring": {"score_sequences judge_texts": ("rollout",)},

@@ -41,6 +41,7 @@ from meshrl.services.trainer.hybrids.gradient_collector import GradientCollector
 from meshrl.services.trainer.initialization.initial_weights import describe_model
 from meshrl.services.trainer.steps.batch import RefillPolicy, compute_staleness
 from meshrl.services.trainer.steps.group_intake import GroupIntake
+from meshrl.services.trainer.steps.held_out_loss import EVALUATING, HeldOutLoss
 from meshrl.services.trainer.steps.step_traces import StepTraceWriter
 from meshrl.services.trainer.steps.training_step import TrainingStep
 from meshrl.services.trainer.versions.checkpointing import CheckpointWriter
@@ -116,6 +117,7 @@ class TrainerCore(Actor):
         )
         self.first_version = FirstVersionBuilder(mesh, data, compute)
         self.committer = StepCommitter(self)
+        self.held_out_loss = HeldOutLoss(mesh, data, compute)
         self.step_traces = StepTraceWriter(mesh, data)
         self.gradients.on_round_computed, self.checkpoints.on_written = (
             self.step_traces.add_round,
@@ -139,8 +141,8 @@ class TrainerCore(Actor):
     def enter_phase(self, phase: str, step: int) -> None:
         """Record the current phase of a step for the traces and the published counters.
 
-        A step has the phases waiting, computing, updating, staging, checkpointing, committing and
-        telling (engines are notified). Writing a checkpoint overlaps with the next phases. After a
+        A step has the phases waiting, computing, updating, evaluating (the held-out loss), staging,
+        checkpointing, committing and telling (engines are notified). Writing a checkpoint overlaps with the next phases. After a
         start or a rank loss the phases are forming, restoring and replaying.
         """
         self.phase = phase
@@ -387,6 +389,10 @@ class TrainerCore(Actor):
         self.position.computed_step = step
         result.batch.refilled_count = refill.replaced_count
         metrics = counters.build_metrics(step, result, gradients.busy_s, self.placement.instance)
+        if self.held_out_loss.is_due(step):
+            self.enter_phase(EVALUATING, step)
+            with counters.part_timer.measure(EVALUATING):
+                metrics |= await self.held_out_loss.measure()
         await self.committer.commit_step(step, result, metrics, counters.part_timer)
         counters.commit_step(result.batch.token_count)
         self.step_traces.end_step(result.batch.token_count)

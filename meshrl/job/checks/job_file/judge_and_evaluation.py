@@ -8,7 +8,12 @@ from dataclasses import replace
 
 from meshrl.common.base.urls import Url
 from meshrl.common.job.config import JudgeConfig
-from meshrl.common.job.evaluation_plan import HELD_OUT, list_figures
+from meshrl.common.job.evaluation_plan import (
+    HELD_OUT,
+    LOSS,
+    has_held_out_loss,
+    list_figures,
+)
 from meshrl.job.job_file import JobFile
 
 
@@ -81,6 +86,8 @@ def check_evaluation(job: JobFile) -> None:
     offered = list_figures(
         evaluation, bool(config.dataset.held_out or config.environment.verifiers)
     )
+    if has_held_out_loss(config):
+        offered = [LOSS, *(offered if config.has_reward else [])]
     if evaluation.best and evaluation.best not in offered:
         wrong = f"evaluation.best = {evaluation.best!r} is not a figure of this job"
         fix = (
