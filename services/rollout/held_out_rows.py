@@ -16,9 +16,7 @@ async def encode_held_out(shard: ShardJob, request: HeldOutRequest) -> HeldOutRo
     rows = shard.held_out[: shard.config.evaluation.problems]
     end = min(request.start + request.count, len(rows))
     pool, most = shard.runner.environment_pool, shard.config.rollout.max_tokens
-    found = [
-        Trajectory(FIRST_EVALUATION_GROUP + i, 0, i, 0, 0) for i in range(request.start, end)
-    ]
+    found = [Trajectory(FIRST_EVALUATION_GROUP + i, 0, i, 0, 0) for i in range(request.start, end)]
     await run_all(fill_supervised(t, rows[t.prompt], pool, most) for t in found)
     encoded = [t for t in found if t.outcome is not None and not t.outcome.error]
     nothing = Trajectory(FIRST_EVALUATION_GROUP, 0, 0, 0, 0)  # gives empty arrays their types

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,6 +55,8 @@ class RunSnapshot:
     eta_s: float | None = None  # None: too early to say
     warm_start_share: float = 0.0  # share done
     rewards: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    is_supervised: bool = False  # it learns answers: losses are shown instead of rewards
     evaluations: tuple[Evaluation, ...] = ()
     rollout_tokens_per_s: float = 0.0  # tokens/s
     trained_tokens_per_s: float = 0.0
@@ -155,6 +157,8 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
         eta_s=None if reading.job.is_terminal else estimate_remaining_s(rows, steps),
         warm_start_share=max((CoreStats.decode(e.stats).warm_start for e in own), default=0),
         rewards=tuple(float(row["reward"]) for row in rows[-MAX_CURVE_STEPS:]),
+        losses=tuple(float(row.get("loss") or 0.0) for row in rows[-MAX_CURVE_STEPS:]),
+        is_supervised=document["algorithm"]["name"] == "sft",
         evaluations=tuple(reading.evaluations),
         rollout_tokens_per_s=history.token_rate.update(reading.elapsed_s, tokens),
         trained_tokens_per_s=compute_trained_rate(rows),
@@ -184,6 +188,11 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
         disk_full_reason=_find_disk_wait(own) or prefix_stats.find_offload_error(own),
         **_sum_histograms(rollouts),
     )
+
+
+def is_supervised_step(row: Mapping[str, Any]) -> bool:
+    """Return True for a step whose tokens no policy sampled, so that they have no ratio."""
+    return bool(row.get("model_tokens")) and row.get("ratio_max", 1.0) is None
 
 
 def parse_evaluations(events: Iterable[Event]) -> list[Evaluation]:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.common.base.host.terminal import escaped_output
-from meshrl.common.job.evaluation_plan import GREEDY, HELD_OUT, SAMPLED
+from meshrl.common.job.evaluation_plan import GREEDY, HELD_OUT, LOSS, LOSS_METRIC, SAMPLED
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.view.guard import WarningGuard
@@ -240,13 +240,12 @@ def _render_progress(snapshot: RunSnapshot) -> RenderableType:
 
 
 def _render_learning(snapshot: RunSnapshot) -> RenderableType:
-    now = f"{snapshot.rewards[-1]:.3f}" if snapshot.rewards else "-"
-    rows = [("reward", f"{now}  {draw_sparkline(snapshot.rewards[-CURVE_WIDTH:])}")]
+    curve = snapshot.losses if snapshot.is_supervised else snapshot.rewards
+    now = f"{curve[-1]:.3f}" if curve else "-"
+    shown = f"{now}  {draw_sparkline(curve[-CURVE_WIDTH:])}"
+    rows = [("loss" if snapshot.is_supervised else "reward", shown)]
     held_out = "   ".join(
-        f"{e.step}: {e.sampled_reward:.3f}{format_share(e.scored_shares.get(SAMPLED))}"
-        + (f" ({e.greedy_reward:.3f} greedy)" if e.greedy_reward is not None else "")
-        for e in snapshot.evaluations[-4:]
-        if e.sampled_reward is not None
+        f"{e.step}: {text}" for e in snapshot.evaluations[-4:] if (text := _format_point(e))
     )
     last = snapshot.evaluations[-1] if snapshot.evaluations else None
     missing = explain_unscored(last.scored_shares, last.unscored_reasons) if last else ""
@@ -260,6 +259,8 @@ def _render_learning(snapshot: RunSnapshot) -> RenderableType:
     rows.append(("tokens/s", speed))
     if prefix_text := format_prefix_figures(snapshot.prefix_figures):
         rows.append(("prefixes", prefix_text))
+    if snapshot.is_supervised:
+        return _make_grid(rows)
     stale = f"staleness {snapshot.staleness:.2f} (at most {snapshot.max_staleness})"
     gap_text = f"log-probability gap {format_gap(snapshot.logprob_gap)}"
     signal = f"reward spread {format_value(snapshot.reward_spread)}"
@@ -267,6 +268,18 @@ def _render_learning(snapshot: RunSnapshot) -> RenderableType:
     rows.append(("signal", f"{signal}   failed {format_percent(snapshot.failed_share)}"))
     rows.append(("off-policy", f"{stale}   {gap_text}   entropy {snapshot.entropy:.2f}"))
     return _make_grid(rows)
+
+
+def _format_point(e: Evaluation) -> str:
+    """Return the figures of the held-out set on a line with those of other versions."""
+    parts = []
+    if e.sampled_reward is not None:
+        parts.append(f"{e.sampled_reward:.3f}{format_share(e.scored_shares.get(SAMPLED))}")
+    if e.greedy_reward is not None:
+        parts.append(f"({e.greedy_reward:.3f} greedy)")
+    if LOSS in e.figures:
+        parts.append(f"loss {e.figures[LOSS]:.4f}")
+    return " ".join(parts)
 
 
 def _render_workers(snapshot: RunSnapshot) -> RenderableType:
@@ -355,12 +368,18 @@ def format_step(row: dict[str, Any], snapshot: RunSnapshot) -> str:
         f"{snapshot.rollout_tokens_per_s / 1000:.1f}k rolled out "
         f"{snapshot.trained_tokens_per_s / 1000:.1f}k trained"
     )
+    learned = f"reward {row['reward']:.3f}  spread {format_value(row.get('reward_spread'))}"
+    learned += f"  length {row['length_mean']:.0f}"
+    learned += f"  truncated {format_percent(compute_truncated_share(row))}"
+    learned += f"  staleness {row['staleness']:.2f}  gap {format_gap(row['logprob_gap'])}"
+    if snapshot.is_supervised:
+        learned = f"loss {row['loss']:.4f}"
+        if (held_out := row.get(LOSS_METRIC)) is not None:
+            learned += f"  held-out loss {held_out:.4f}"
+        learned += f"  grad norm {row['grad_norm']:.2g}  length {row['length_mean']:.0f}"
+        rate = f"{snapshot.trained_tokens_per_s / 1000:.1f}k trained"
     return (
-        f"[{format_duration(snapshot.elapsed_s)}] step {row['step']}/{snapshot.steps}"
-        f"  reward {row['reward']:.3f}  spread {format_value(row.get('reward_spread'))}"
-        f"  length {row['length_mean']:.0f}"
-        f"  truncated {format_percent(compute_truncated_share(row))}"
-        f"  staleness {row['staleness']:.2f}  gap {format_gap(row['logprob_gap'])}"
+        f"[{format_duration(snapshot.elapsed_s)}] step {row['step']}/{snapshot.steps}  {learned}"
         f"  failed {format_percent(row.get('failed_share', 0.0))}"
         f"  tokens/s {rate}  {format_roles(snapshot.worker_lines, snapshot.job)}"
     )
@@ -380,16 +399,25 @@ def format_gap(value: float | None) -> str:
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
+    shares, held_out = evaluation.scored_shares, format_held_out(evaluation)
+    parts = [held_out] if held_out else []
+    parts += [others] if (others := format_other_figures(evaluation)) else []
+    parts += [missing] if (missing := explain_unscored(shares, evaluation.unscored_reasons)) else []
+    best = "; the best so far" if evaluation.is_best else ""
+    what = "held-out" if held_out else "evaluated"
+    return f"{what} after step {evaluation.step}: {', '.join(parts) or 'no figure'}{best}"
+
+
+def format_held_out(evaluation: Evaluation) -> str:
+    """Return the figures of the held-out set: rewards, and the loss of a supervised job."""
     parts, shares = [], evaluation.scored_shares
     if evaluation.sampled_reward is not None:
         parts.append(f"{evaluation.sampled_reward:.3f} sampled{format_share(shares.get(SAMPLED))}")
     if evaluation.greedy_reward is not None:
         parts.append(f"{evaluation.greedy_reward:.3f} greedy{format_share(shares.get(GREEDY))}")
-    parts += [others] if (others := format_other_figures(evaluation)) else []
-    parts += [missing] if (missing := explain_unscored(shares, evaluation.unscored_reasons)) else []
-    best = "; the best so far" if evaluation.is_best else ""
-    what = "held-out" if evaluation.sampled_reward is not None else "evaluated"
-    return f"{what} after step {evaluation.step}: {', '.join(parts) or 'no figure'}{best}"
+    if LOSS in evaluation.figures:
+        parts.append(f"loss {evaluation.figures[LOSS]:.4f}")
+    return ", ".join(parts)
 
 
 def format_other_figures(evaluation: Evaluation) -> str:

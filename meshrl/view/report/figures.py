@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from meshrl.common.job.evaluation_plan import HELD_OUT
+from meshrl.common.job.evaluation_plan import HELD_OUT, LOSS_METRIC
 from meshrl.common.state.events import Event
-from meshrl.view.history.run_snapshot import Evaluation
+from meshrl.view.history.run_snapshot import Evaluation, is_supervised_step
 from meshrl.view.report.charts import Figure, Series
 
 Points = list[tuple[float, float]]
+# Figures of the policy that samples.
+SAMPLING_TITLES = ("Reward spread", "KL divergence, nats", "Clipped tokens, share")
 StepRows = Sequence[Mapping[str, Any]]
 
 
@@ -29,7 +31,14 @@ def make_figures(
 
 
 def make_learning_figure(rows: StepRows, evaluations: Sequence[Evaluation]) -> Figure:
-    """Return the figure of reward and held-out reward over the steps."""
+    """Return the figure of reward and held-out reward over the steps, or of a supervised job's
+    losses.
+    """
+    if _is_supervised(rows):
+        held_out_losses = extract_column(rows, LOSS_METRIC)
+        curves = [Series("of the step", extract_column(rows, "loss"))]
+        curves += [Series("held-out", held_out_losses, has_dots=True)] if held_out_losses else []
+        return Figure("Loss, nats a token", curves)
     held_out = [
         (float(e.step), e.sampled_reward) for e in evaluations if e.sampled_reward is not None
     ]
@@ -57,7 +66,10 @@ def make_evaluation_figures(evaluations: Sequence[Evaluation]) -> list[Figure]:
 
 
 def make_health_figures(rows: StepRows, events: Sequence[Event]) -> list[Figure]:
-    """Return figures for a job that does not learn: failures first, then the gradient's parts."""
+    """Return figures for a job that does not learn: failures first, then the gradient's parts.
+
+    Those of sampling and its policy are left out for a supervised job.
+    """
     failed = extract_column(rows, "failed_share") or compute_failure_shares(events)
     spread = "standard deviation of the rewards within a group"
     kl = [Series("from the sampling policy", extract_column(rows, "kl"))]
@@ -72,7 +84,7 @@ def make_health_figures(rows: StepRows, events: Sequence[Event]) -> list[Figure]
         Series("rolled out", compute_rates(rows, "tokens")),
         Series("trained", compute_rates(rows, "tokens_trained")),
     ]
-    return [
+    found = [
         Figure("Failed trajectories, share", [Series("of the trajectories of a step", failed)]),
         Figure("Reward spread", [Series(spread, extract_column(rows, "reward_spread"))]),
         Figure("Entropy", [Series("nats a token", extract_column(rows, "entropy"))]),
@@ -81,6 +93,7 @@ def make_health_figures(rows: StepRows, events: Sequence[Event]) -> list[Figure]
         Figure("Clipped tokens, share", clipped),
         Figure("Tokens a second", speed),
     ]
+    return [f for f in found if f.title not in SAMPLING_TITLES or not _is_supervised(rows)]
 
 
 def make_trajectory_figures(rows: StepRows) -> list[Figure]:
@@ -89,13 +102,20 @@ def make_trajectory_figures(rows: StepRows) -> list[Figure]:
         Series("mean", extract_column(rows, "length_mean")),
         Series("longest", extract_column(rows, "length_max")),
     ]
+    length = Figure("Length of trajectories, tokens", lengths)
+    if _is_supervised(rows):
+        return [length]
     gap = [Series("largest of the step", extract_column(rows, "logprob_gap"))]
     stale = [Series("mean over tokens", extract_column(rows, "staleness"))]
     return [
-        Figure("Length of trajectories, tokens", lengths),
+        length,
         Figure("Staleness, versions", stale),
         Figure("Log-probability gap between engine and trainer", gap),
     ]
+
+
+def _is_supervised(rows: StepRows) -> bool:
+    return any(map(is_supervised_step, rows))
 
 
 def make_time_figure(rows: StepRows) -> Figure:

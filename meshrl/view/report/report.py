@@ -13,6 +13,7 @@ from typing import Any
 
 from meshrl.common.base.errors import StorageFull
 from meshrl.common.base.files import documents
+from meshrl.common.job.evaluation_plan import LOSS_METRIC
 from meshrl.common.mesh.process.diagnosis.failure import DISK_FULL_ERRNOS
 from meshrl.common.state.events import Event
 from meshrl.common.state.job_lifecycle.trajectory_accounting import VIOLATIONS
@@ -29,7 +30,7 @@ from meshrl.view.history.blocked_jobs import sum_blocked_s
 from meshrl.view.history.event_text import is_unexpected_exit
 from meshrl.view.history.job_failures import summarize_failures
 from meshrl.view.history.lost_hosts import count_lost_hosts
-from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
+from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot, is_supervised_step
 from meshrl.view.mesh import prefix_stats
 from meshrl.view.recording import audit
 from meshrl.view.recording.disk_space import DiskSpaceWaiter
@@ -83,9 +84,11 @@ def summarize(
     steps = tokens = tokens_trained = 0
     gap: float | None = None
     figures = RunFigures()
+    losses: dict[str, float] = {}
     for row in rows:
         figures.add(row)
         steps += 1
+        losses |= _read_losses(row, is_first=not losses)
         tokens += int(row["tokens"])
         tokens_trained += int(row["tokens_trained"])
         if row.get("logprob_gap") is not None:
@@ -96,6 +99,7 @@ def summarize(
             "before": _summarize_held_out(evaluations, "before"),
             "after": _summarize_held_out(evaluations, "after"),
         },
+        "loss": losses or None,
         "evaluations": [_summarize_evaluation(e) for e in evaluations],
         "best_version": next((e.step for e in reversed(evaluations) if e.is_best), None),
         "warm_start_cached": usage.warm_start_cached,
@@ -129,6 +133,15 @@ def summarize_health(figures: RunFigures, result: RunResult) -> list[dict[str, A
     is_over = result.phase in TERMINAL_PHASES
     found = find_problems(figures, result.document, result.account, is_over)
     return [finding.to_document() for finding in found]
+
+
+def _read_losses(row: dict[str, Any], *, is_first: bool) -> dict[str, float]:
+    """Return the losses of a step by their key in the summary; none unless it is supervised."""
+    if not is_supervised_step(row):
+        return {}
+    found = {"first": row["loss"]} if is_first else {}
+    held_out = {"held_out": row[LOSS_METRIC]} if row.get(LOSS_METRIC) is not None else {}
+    return found | {"last": row["loss"]} | held_out
 
 
 def list_role_moves(events: Sequence[Event]) -> list[Event]:

@@ -59,9 +59,12 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     failed += f": {format_counts(kinds).removeprefix('failed so far: ')}" if kinds else ""
     cached = " (warm start from the cache)" if summary["warm_start_cached"] else ""
     gap = summary["logprob_gap_max"]
+    loss = summary.get("loss")
+    is_sampled = not loss or any(summary["held_out"].values())
     return [
-        ("held-out before", accuracy("before")),
-        ("held-out after", accuracy("after")),
+        *([("loss", _format_losses(loss))] if loss else []),
+        *([("held-out before", accuracy("before"))] if is_sampled else []),
+        *([("held-out after", accuracy("after"))] if is_sampled else []),
         ("steps", str(summary["steps"])),
         *_list_evaluations(summary),
         (
@@ -79,7 +82,7 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
             else []
         ),
         ("workers", used),
-        ("log-probability gap", "-" if gap is None else f"{gap:.1e} at most"),
+        *([("log-probability gap", f"{gap:.1e} at most")] if gap is not None else []),
         ("workers moved", f"{summary['workers_moved']} times to make steps faster"),
         *([("hosts lost", str(summary["hosts_lost"]))] if summary["hosts_lost"] else []),
         (
@@ -100,6 +103,11 @@ def _describe_health(summary: dict[str, Any]) -> str:
     if has_failure(found):
         return f"the run cannot have learned: {names}"
     return names or "no finding"
+
+
+def _format_losses(loss: dict[str, float]) -> str:
+    text = f"{loss['first']:.4f} in the first step, {loss['last']:.4f} in the last"
+    return text + (f"; held-out {loss['held_out']:.4f}" if "held_out" in loss else "")
 
 
 def _list_evaluations(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -91,6 +91,7 @@ PHASES = {
     "waiting": "wait",
     "computing": "train",
     "updating": "train: update",
+    "evaluating": "held-out loss",
     "staging": "sync: stage",
     "checkpointing": "checkpoint: copy",
     "committing": "sync: commit",

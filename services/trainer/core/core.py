@@ -41,7 +41,7 @@ from meshrl.services.trainer.hybrids.gradient_collector import GradientCollector
 from meshrl.services.trainer.initialization.initial_weights import describe_model
 from meshrl.services.trainer.steps.batch import RefillPolicy, compute_staleness
 from meshrl.services.trainer.steps.group_intake import GroupIntake
-from meshrl.services.trainer.steps.held_out_loss import EVALUATING, HeldOutLoss
+from meshrl.services.trainer.steps.held_out_loss import EVALUATING, HeldOutLoss, make_row_fetcher
 from meshrl.services.trainer.steps.step_traces import StepTraceWriter
 from meshrl.services.trainer.steps.training_step import TrainingStep
 from meshrl.services.trainer.versions.checkpointing import CheckpointWriter
@@ -117,7 +117,9 @@ class TrainerCore(Actor):
         )
         self.first_version = FirstVersionBuilder(mesh, data, compute)
         self.committer = StepCommitter(self)
-        self.held_out_loss = HeldOutLoss(mesh, data, compute)
+        self.held_out_loss = HeldOutLoss(
+            mesh, data.config, compute, make_row_fetcher(mesh, data.id)
+        )
         self.step_traces = StepTraceWriter(mesh, data)
         self.gradients.on_round_computed, self.checkpoints.on_written = (
             self.step_traces.add_round,
@@ -142,8 +144,9 @@ class TrainerCore(Actor):
         """Record the current phase of a step for the traces and the published counters.
 
         A step has the phases waiting, computing, updating, evaluating (the held-out loss), staging,
-        checkpointing, committing and telling (engines are notified). Writing a checkpoint overlaps with the next phases. After a
-        start or a rank loss the phases are forming, restoring and replaying.
+        checkpointing, committing and telling (engines are notified). Writing a checkpoint overlaps
+        with the next phases. After a start or a rank loss the phases are forming, restoring and
+        replaying.
         """
         self.phase = phase
         self.step_traces.enter_phase(phase)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from meshrl.common.job.config import JobConfig
+from meshrl.common.job.evaluation_plan import LOSS_METRIC
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.steps import decode_step_row
 from meshrl.services.trainer.learner.stats import BinStats, build_update_metrics
@@ -83,7 +84,7 @@ def row() -> dict[str, Any]:
     trained = StepBatch(0, JobConfig()).build_metrics() | build_update_metrics(1, 1.0, ones, 1.0)
     assert not trained.keys() & {field.name for field in fields(StepDurations)}
     own = dict.fromkeys(
-        (*trained, *(field.name for field in fields(StepDurations)), CHECKPOINT_PAUSE)
+        (*trained, *(field.name for field in fields(StepDurations)), CHECKPOINT_PAUSE, LOSS_METRIC)
     )
     hashed = dict.fromkeys(("lineage", "committed_ms", "trained", "filtered", "step"), "1")
     names = dict.fromkeys(("manifest", "checkpoint", "image", "masters"), "name")

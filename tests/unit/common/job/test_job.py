@@ -25,6 +25,7 @@ from meshrl.common.job.change_rules import (
     select_recorded,
 )
 from meshrl.common.job.config import (
+    AlgorithmConfig,
     BudgetConfig,
     DatasetConfig,
     EvaluationConfig,
@@ -36,6 +37,7 @@ from meshrl.common.job.evaluation_plan import (
     compute_figures,
     compute_mean,
     estimate_pass_at,
+    is_loss_due,
     list_figures,
     plan_boundary_evaluation,
     plan_step_evaluation,
@@ -224,6 +226,16 @@ def test_no_evaluation_is_planned_without_rows_or_reward() -> None:
         plan_step_evaluation(without_evaluation, 4) is None
         and plan_boundary_evaluation(without_evaluation, "before", 0) is None
     )
+
+
+def test_held_out_loss_of_a_supervised_job_is_planned_without_a_reward() -> None:
+    job = replace(PLANNED, reward=RewardConfig(), algorithm=AlgorithmConfig(name="sft"))
+    assert [version for version in range(13) if is_loss_due(job, version)] == [4, 8, 12]
+    plans = [plan_step_evaluation(job, 4), plan_boundary_evaluation(job, "after", 12)]
+    assert [plan and plan.sampling_modes for plan in plans] == [(), ()]
+    assert plan_boundary_evaluation(job, "before", 0) is None
+    without_rows = replace(job, dataset=DatasetConfig())
+    assert not is_loss_due(without_rows, 4) and plan_step_evaluation(without_rows, 4) is None
 
 
 def test_figures_are_listed_by_name() -> None:

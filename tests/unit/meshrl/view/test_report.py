@@ -37,6 +37,7 @@ from meshrl.view.report import report_page as report_page
 from meshrl.view.report.charts import Figure, Series
 from meshrl.view.report.report import RunResult, list_planned_moves, summarize
 from meshrl.view.report.report_page import render_page
+from meshrl.view.report.summary_table import list_facts
 from tests.load import scaled
 
 ACCOUNT = {
@@ -203,6 +204,21 @@ def test_step_health_is_charted_from_rows_and_events() -> None:
     ]
     assert figures.compute_failure_shares(EVENTS) == [(1.0, 2 / 16)]
     assert figures.compute_rates(ROWS, "tokens") == [(2.0, 60.0), (3.0, 60.0), (4.0, 60.0)]
+
+
+def test_supervised_run_is_charted_and_summarized_by_its_losses() -> None:
+    rows = [r | {"model_tokens": 9, "ratio_max": None, "loss": 2.0 / r["step"]} for r in ROWS]
+    rows[1]["held_out_loss"] = 1.25
+    shown = figures.make_figures(rows, EVALUATIONS, EVENTS)
+    titles = [figure.title for figure in shown]
+    assert titles[0] == "Loss, nats a token" and not {"Reward spread", *titles[1:]} <= set(titles)
+    assert [len(series.points) for series in shown[0].series] == [4, 1]
+    end = RunResult("tiny", Phase.FINISHED, 3, 61.23, ACCOUNT)
+    found = summarize(end, rows, [], [], JobUsage())
+    assert found["loss"] == {"first": 2.0, "last": 0.5, "held_out": 1.25}
+    facts = dict(list_facts(found))
+    assert facts["loss"] == "2.0000 in the first step, 0.5000 in the last; held-out 1.2500"
+    assert "held-out before" not in facts and summary()["loss"] is None
 
 
 def test_evaluations_have_a_table_of_their_values() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import textwrap
@@ -399,6 +400,24 @@ def test_plain_lines_report_failures_and_each_steps_failed_share(
     assert f"reward raised at {WHERE}: ValueError: no" in capsys.readouterr().out
     assert "  failed 12 %  " in format_step(row(1, failed_share=0.125), shot)
     assert "  failed 0 %  " in format_step(row(1), shot)
+
+
+def test_supervised_run_shows_losses_instead_of_rewards() -> None:
+    told = parse_evaluation({"tag": "step-10", "step": 10, "figures": {"held_out.loss": 0.75}})
+    assert format_evaluation(told) == "held-out after step 10: loss 0.7500"
+    shot = replace(
+        build_snapshot(reading(10.0, 0.0), RunHistory()),
+        is_supervised=True,
+        losses=(1.5, 0.5),
+        evaluations=(told,),
+    )
+    line = format_step(row(10, loss=0.5, held_out_loss=0.75, grad_norm=0.125), shot)
+    assert "  loss 0.5000  held-out loss 0.7500  grad norm 0.12  length 40  " in line
+    assert "reward" not in line and "staleness" not in line and "rolled out" not in line
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(render_screen(shot, Path("runs/tiny")))
+    screen = console.export_text()
+    assert "loss      0.500" in screen and "10: loss 0.7500" in screen and "reward" not in screen
 
 
 def test_figure_names_its_share_of_samples() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshrl.common.api.rollout import HeldOutRequest, HeldOutRows
 from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.random import Random
@@ -19,7 +20,7 @@ from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.kernels.bin_cost import BinCost, CostCalibration
 from meshrl.services.trainer.algorithms import ALGORITHMS
-from meshrl.services.trainer.bins.packing import make_bins
+from meshrl.services.trainer.bins.packing import TrainingSequence, make_bins
 from meshrl.services.trainer.gang.gang_compute import GangCompute
 from meshrl.services.trainer.hybrids.gradient_collector import GradientCollector
 from meshrl.services.trainer.learner.aggregation import compute_denominator
@@ -27,6 +28,7 @@ from meshrl.services.trainer.learner.learner import Learner, sum_gradients
 from meshrl.services.trainer.learner.optimizers import compute_lr_factor
 from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.steps.batch import StepBatch
+from meshrl.services.trainer.steps.held_out_loss import HeldOutLoss
 from meshrl.services.trainer.steps.training_step import TrainingStep
 from tests.meshes import alone
 from tests.unit.trainer.steps.groups_under_test import group, job
@@ -165,6 +167,36 @@ async def test_supervised_tokens_have_no_logprob_gap() -> None:
     done = await step(learner(config), config).run(stream_groups())
     assert done.stats.tokens > 0 == done.stats.fresh_tokens == done.stats.sampled_tokens
     assert done.stats.gap_max == done.stats.kl_sum == 0.0
+
+
+async def test_held_out_loss_is_the_mean_over_the_learned_tokens() -> None:
+    config = job("sft")
+    own = learner(config)
+    mesh = alone("trainer/job", SystemClock(), Random(0), SystemHost())
+    every = [
+        TrainingSequence(tokens, np.zeros(n, np.float32), np.arange(n) >= prompt, tokens)
+        for n, prompt in ((9, 3), (4, 1), (12, 10))
+        for tokens in [np.random.default_rng(n).integers(0, 32, n, np.int32)]
+    ]
+
+    async def fetch_rows(request: HeldOutRequest) -> HeldOutRows:
+        part = every[request.start : request.start + 2]
+        following = request.start + 2
+        return HeldOutRows(
+            following if following < len(every) else -1,
+            np.array([len(s.tokens) for s in part], np.int32),
+            np.concatenate([s.tokens for s in part]),
+            np.concatenate([s.loss_mask for s in part]),
+        )
+
+    compute = GangCompute(mesh, "job", Rank.for_single_rank(own))
+    evaluation = HeldOutLoss(mesh, config, compute, fetch_rows)
+    found = await evaluation.measure()
+    (together,) = make_bins(every, 100)
+    tokens = sum(s.loss_token_count for s in every)
+    assert together.loss_token_count == tokens == 6 + 3 + 2
+    assert found["held_out_loss"] == pytest.approx(-own.score(together).sum() / tokens, rel=1e-6)
+    assert await evaluation.measure() == found
 
 
 async def test_updates_of_a_step_share_its_initial_policy() -> None:
