@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rich.table import Table
 
+from meshrl.job import hub_origins
 from meshrl.job.defaults.choices import describe_choices
 from meshrl.job.defaults.differences import select_differences
 from meshrl.job.defaults.memory import GIB, ProcessMemory, estimate_memory, has_shared_worker
@@ -33,7 +34,8 @@ def print_dry_run(job: JobFile, everything: bool) -> None:
     `everything`: with the keys that have their defaults.
     """
     reasons = {choice.key: f"chosen: {choice.reason}" for choice in job.choices}
-    document = job.config.to_document() if everything else select_differences(job)
+    portable = job.with_config(hub_origins.restore_ids(job.config))
+    document = portable.config.to_document() if everything else select_differences(portable)
     print(to_toml(document, reasons), end="")
     console = Console(stderr=True)
     table = console_tables.make_table("process", "what it does")

@@ -30,7 +30,14 @@ from meshrl.common.job.config import JobConfig
 from meshrl.common.job.named_files import TOKENIZER, list_named_files, set_value
 from meshrl.common.model.tokens.tokenizer import list_companion_files
 from meshrl.directory.directory_paths import write_json
-from meshrl.job import dataset_rows, demonstrations, edited_job_file, references, tasksets
+from meshrl.job import (
+    dataset_rows,
+    demonstrations,
+    edited_job_file,
+    hub_origins,
+    references,
+    tasksets,
+)
 from meshrl.job.model_files import load_shape
 from meshrl.job.row_files.data_source import list_sources
 
@@ -62,8 +69,10 @@ def pack_bundle(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dic
     The document is `config.to_document()`, with paths relative to the bundle, and `bundle: {dir,
     digest, files, parameters, shape}`. `files` has bytes and digest of each file by its name, so
     that readers can check it. `parameters` and `shape` are the model's, for planning its place and
-    cost.
+    cost. `origins` has the repository and commit of each key that named a Hub id.
     """
+    hub_origins.fetch_weights(config)
+    origins = hub_origins.find_origins(config)
     home = run_dir / "bundle"
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home, prefix=".packing-") as temporary:
@@ -83,6 +92,8 @@ def pack_bundle(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dic
         "parameters": model.num_parameters,
         "shape": asdict(ModelShape.from_config(model)),
     }
+    if origins:
+        document["bundle"]["origins"] = origins
     return target, document
 
 

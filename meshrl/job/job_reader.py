@@ -16,11 +16,13 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.files.remote_directory import is_url
 from meshrl.common.job.config import JobConfig, add_stored_defaults
 from meshrl.common.job.learning_rates import describe_high_rates
-from meshrl.common.job.named_files import replace_paths
+from meshrl.common.job.named_files import NamedFile, replace_paths
 from meshrl.common.job.renamed_keys import RENAMED_JOB_KEYS
 from meshrl.common.job.schema import JOB_SCHEMA
+from meshrl.job import hub_origins
 from meshrl.job.checks.job_file import all_checks, chat_format, files, judge_and_evaluation, sandbox
 from meshrl.job.defaults import choices
+from meshrl.job.hub.repository import is_hub_id
 from meshrl.job.job_file import JobFile
 from meshrl.job.toml import reader
 
@@ -113,9 +115,9 @@ def _check_document(
     document = choices.drop_automatic(document)
     found = JobFile(JOB_SCHEMA.validate(document, fail), base, fail, document)
     config = _resolve_paths(found.config, base)
-    config = replace_paths(
-        config, lambda file: str((base / Path(file.path).expanduser()).resolve())
-    )
+    config = replace_paths(config, partial(_resolve_file, base))
+    hub_origins.forget_commits()
+    config = hub_origins.resolve_models(found.with_config(config)).config
     reward = replace(config.reward, judge=judge_and_evaluation.load_judge_template(found))
     found = all_checks.complete_group_size(found.with_config(replace(config, reward=reward)))
     found = choices.choose_values(found)
@@ -127,6 +129,13 @@ def _check_document(
 def _warn_of_high_rates(job: JobFile, fix: str) -> None:
     for key, warning in describe_high_rates(job.config).items():
         print(f"warning: {job.make_error(key, warning, fix)}", file=sys.stderr)
+
+
+def _resolve_file(base: Path, file: NamedFile) -> str:
+    """Return the absolute path of a file, or the Hub id that is no existing path."""
+    path = base / Path(file.path).expanduser()
+    can_be_id = (file.is_model or file.is_dataset) and is_hub_id(file.path)
+    return file.path if can_be_id and not path.exists() else str(path.resolve())
 
 
 def _resolve_paths(config: JobConfig, base: Path) -> JobConfig:

@@ -10,17 +10,19 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import EnvironmentConfig, JobConfig
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.chat.chat_format import ChatFormat
+from meshrl.common.model.files import weight_files
 from meshrl.common.model.files.model_directory import load_config
-from meshrl.common.model.files.weight_files import reject_lfs_pointer
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job.job_file import MESSAGE_WITH_LOCATION, JobFile
+
+MAX_READ_BYTES = 1 << 28  # weights up to this size are read; larger ones are checked when loaded
 
 
 def load_tokenizer(job: JobFile, path: Path, key: str) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json or its directory, which `key` names."""
     with job.locate_errors(key, MESSAGE_WITH_LOCATION):
         if (file := path / "tokenizer.json" if path.is_dir() else path).is_file():
-            reject_lfs_pointer(file)
+            weight_files.reject_lfs_pointer(file)
         return Tokenizer.load(path)
 
 
@@ -66,6 +68,18 @@ def load_shape_from(path: str, description: dict[str, Any]) -> ModelConfig:
             f"the model's description cannot be read: {type(error).__name__}: {error}",
             where="model.config",
         ) from error
+
+
+def check_weights(path: str, shape: ModelConfig) -> None:
+    """Check that each tensor exists, with its shape and a floating-point type, in complete files.
+
+    No weight of a small model may be NaN or infinite.
+    """
+    directory = Path(path)
+    weight_files.check_weights(directory, shape)
+    files = weight_files.list_weight_files(directory)
+    if sum(file.stat().st_size for file in files) <= MAX_READ_BYTES:
+        weight_files.check_finite(directory)
 
 
 def count_parameters(config: JobConfig) -> int:

@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.job.row_files import arrow_formats, text_formats
+from meshrl.job.hub.repository import is_hub_id
+from meshrl.job.row_files import repository_layout
 from meshrl.job.row_files.data_source import DataSource
-from meshrl.job.row_files.dataset_row import DatasetRow
-
-READERS = text_formats.READERS | arrow_formats.READERS  # by the suffix of a file
-
-
-@dataclass(frozen=True)
-class RowFile:
-    """File of rows, and its name in messages."""
-
-    path: Path
-    name: str
-    suffix: str  # of its format
-
-    @classmethod
-    def from_path(cls, path: Path, name: str = "") -> RowFile:
-        """Return a file whose suffix names its format; `name` defaults to the path."""
-        suffix = Path(path.name.removesuffix(text_formats.COMPRESSED_SUFFIX)).suffix
-        return cls(path, name or str(path), suffix)
-
-    def read(self) -> Iterator[DatasetRow]:
-        """Yield the rows; a file of an unknown suffix has an object on each line."""
-        return READERS.get(self.suffix, text_formats.read_jsonl)(self.path, self.name)
+from meshrl.job.row_files.row_file import RowFile
 
 
 def has_source(source: DataSource) -> bool:
-    """Return True if the path of a source, which may be a pattern, exists."""
+    """Return True if the path of a source, which may be a pattern, exists or can be a Hub id."""
     path = Path(source.path)
-    return path.exists() or bool(_match_pattern(path))
+    return path.exists() or bool(_match_pattern(path)) or is_hub_id(source.path)
 
 
 def find_files(source: DataSource) -> list[RowFile]:
@@ -48,6 +26,8 @@ def find_files(source: DataSource) -> list[RowFile]:
     dataset or has no such split.
     """
     path = Path(source.path)
+    if is_hub_id(source.path):  # the path of a file is absolute
+        return repository_layout.fetch_split(source)
     if path.is_dir():
         return _find_in_directory(path, source)
     return [RowFile.from_path(file) for file in _match_pattern(path) or [path]]
@@ -61,33 +41,29 @@ def _find_in_directory(path: Path, source: DataSource) -> list[RowFile]:
     """Return a directory's files: of `save_to_disk`, or Parquet files."""
     if (path / "dataset_dict.json").is_file():
         splits = _read_json_list(path / "dataset_dict.json", "splits")
-        require_split(source, splits, str(path))
+        _require_split(source, splits, path)
         path = path / source.split
     if (path / "state.json").is_file():
         return _list_saved_files(path)
     files = sorted(path.glob("*.parquet"))
     splits = sorted({name.partition("-")[0] for f in files if "-of-" in (name := f.name)})
     if len(splits) > 1:
-        require_split(source, splits, str(path))
+        _require_split(source, splits, path)
         files = [file for file in files if file.name.startswith(f"{source.split}-")]
-    if not files:
+    if files:
+        return [RowFile.from_path(file) for file in files]
+    if not any(path.iterdir()):
         raise ConfigError(
-            f"{path} is not a dataset: it contains neither state.json nor *.parquet",
-            fix="Name a JSONL, JSON, CSV or Parquet file, a directory of Parquet files, or one "
-            "that datasets.Dataset.save_to_disk wrote",
+            f"{path} is empty",
+            fix="Name a JSONL, JSON, CSV or Parquet file, or a directory of one dataset",
         )
-    return [RowFile.from_path(file) for file in files]
+    names = repository_layout.find_split(path, source, str(path))
+    return [RowFile.from_path(path / name) for name in names]
 
 
-def require_split(source: DataSource, splits: list[str], owner: str) -> None:
-    """Raise ConfigError unless `owner` has the source's split."""
+def _require_split(source: DataSource, splits: list[str], path: Path) -> None:
     if source.split not in splits:
-        key = source.get_option_key("split")
-        raise ConfigError(
-            f"{key} = {source.split!r}: {owner} has no such split; it has {', '.join(splits)}",
-            where=key,
-            fix=f"Set {key} to one of them",
-        )
+        raise repository_layout.make_split_error(source, splits, str(path))
 
 
 def _list_saved_files(path: Path) -> list[RowFile]:

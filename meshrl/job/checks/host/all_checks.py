@@ -9,11 +9,9 @@ from __future__ import annotations
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from pathlib import Path
 
 from meshrl.common.base.errors import ConfigError, MeshError
 from meshrl.common.base.files.remote_directory import RemoteDirectory, redact_url
-from meshrl.common.model.files import weight_files
 from meshrl.job.checks.host import module_imports, programs, tokens
 from meshrl.job.checks.host.error_texts import raise_combined
 from meshrl.job.checks.host.rows import (
@@ -24,27 +22,19 @@ from meshrl.job.checks.host.rows import (
     usable_rows,
 )
 from meshrl.job.checks.host.tokens import load_model_shape
+from meshrl.job.hub import hub_models
 from meshrl.job.job_file import MESSAGE_WITH_LOCATION, Check, JobFile
-from meshrl.job.model_files import count_parameters
+from meshrl.job.model_files import check_weights, count_parameters
 
 GIB = 1 << 30
-MAX_READ_BYTES = 1 << 28  # weights up to this size are read; larger ones are checked when loaded
 
 
 def check_model_files(job: JobFile) -> None:
-    """Check that each tensor exists, with its shape and a floating-point type, in complete files.
-
-    No weight of a small model may be NaN or infinite.
-    """
+    """Check the weights of each model; those of the Hub when they are fetched."""
     for file in job.models:
-        path = Path(file.path)
-        with job.locate_errors(file.key, MESSAGE_WITH_LOCATION):
-            weight_files.check_weights(path, load_model_shape(job, file.path))
-            if (
-                sum(f.stat().st_size for f in weight_files.list_weight_files(path))
-                <= MAX_READ_BYTES
-            ):
-                weight_files.check_finite(path)
+        if hub_models.has_weights(file.path):
+            with job.locate_errors(file.key, MESSAGE_WITH_LOCATION):
+                check_weights(file.path, load_model_shape(job, file.path))
 
 
 def check_weights_quota(job: JobFile) -> None:

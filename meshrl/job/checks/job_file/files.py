@@ -27,8 +27,7 @@ def check_model(job: JobFile) -> None:
         raise job.make_error(
             "model.path",
             f"model.path: {own.path} {there}",
-            "Set model.path to a Hugging Face directory; `hf download OWNER/NAME "
-            "--local-dir DIRECTORY` fetches one from the Hub",
+            "Set model.path to a Hugging Face directory, or to a Hub id OWNER/NAME",
         )
     if not own.path and not own.config:
         raise job.make_error(

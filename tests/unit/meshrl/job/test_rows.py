@@ -138,7 +138,7 @@ def test_columns_add_keys_also_from_tables(tmp_path: Path) -> None:
 
 def test_invalid_dataset_error_names_the_expected_formats(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"neither state\.json nor"):
+    with pytest.raises(ConfigError, match=r"is empty\. Name a JSONL, JSON, CSV or Parquet file"):
         values(tmp_path / "empty")
     (tmp_path / "text.parquet").write_text("{}")
     with pytest.raises(ConfigError, match=r"text\.parquet: not Parquet"):
