@@ -21,7 +21,7 @@ from meshrl.common.model.files.hf_writer import save_model
 from meshrl.common.model.files.initial_parameters import load_model
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.weights.bulk.port import ChunkStore
-from meshrl.job.checks.host.all_checks import MAX_READ_BYTES
+from meshrl.job.model_files import MAX_READ_BYTES
 from tests.load import scaled
 from tests.mesh.running import JOB, ROOT, Run
 
