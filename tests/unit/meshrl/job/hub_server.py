@@ -1,5 +1,7 @@
 """Small server with the Hub's endpoints, for tests and measurements without a network.
 
+It starts as a command of its own, and a client names it as its endpoint:
+
     python -m tests.unit.meshrl.job.hub_server --root DIR --port 8900
     HF_ENDPOINT=http://127.0.0.1:8900 meshrl run job.toml
 
