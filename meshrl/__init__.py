@@ -1,5 +1,7 @@
-"""MeshRL's command line, and `Client`, its equivalent for Python, with the errors that it raises.
-Open `cli/runs.py` first.
+"""MeshRL's command line, and its equivalents for Python, with the errors that they raise.
+
+`run`, `start`, `resume` and `Run` train on a mesh of their own, `Client` on a running mesh. Open
+`cli/runs.py` first.
 """
 
 from __future__ import annotations
@@ -16,26 +18,33 @@ if TYPE_CHECKING:
         Refused,
         StateUnavailable,
     )
+    from meshrl.scripting.python_runs import JobFailed, Run, resume, run, start
 
 __all__ = [
     "Client",
     "ConfigError",
     "DeadlineExceeded",
+    "JobFailed",
     "MeshError",
     "NotFound",
     "Refused",
+    "Run",
     "StateUnavailable",
+    "resume",
+    "run",
+    "start",
 ]
+_RUN_NAMES = ("JobFailed", "Run", "resume", "run", "start")
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Client` and errors when they are used: `import meshrl` stays cheap."""
+    """Import each name when it is used: `import meshrl` stays cheap."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "Client":
-        from meshrl.client.client import Client
-
-        return Client
-    if name in __all__:
-        from meshrl.common.base import errors
-
-        return getattr(errors, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from meshrl.client import client as module
+    elif name in _RUN_NAMES:
+        from meshrl.scripting import python_runs as module  # type: ignore[no-redef]
+    else:
+        from meshrl.common.base import errors as module  # type: ignore[no-redef]
+    return getattr(module, name)

@@ -9,23 +9,27 @@ from __future__ import annotations
 import json
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic
+
+from typing_extensions import TypeVar
 
 from meshrl.common.base.errors import HistoryLost
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import EVENTS, MESH_PREFIX, TRIMMED_KEY
 
+Fields = TypeVar("Fields", default=dict[str, Any])  # of a kind
+
 PAGE_EVENTS = 1000  # of one answer
 
 
 @dataclass(frozen=True)
-class Event:
+class Event(Generic[Fields]):
     """Event; `id` orders events and is a cursor of `read_page`, `ms` is the server's time."""
 
     id: str
     ms: int
     kind: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)  # type: ignore[assignment]
 
 
 async def append(

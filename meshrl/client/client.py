@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from meshrl.client.event_types import make_typed_event
 from meshrl.common.api.gateway import JobState
 from meshrl.common.base.errors import (
     ConfigError,
@@ -122,12 +123,13 @@ class Client:
         async with _deadline(ANSWER_TIMEOUT_S, f"requesting the state of {name}"):
             return await self._transport.job(name)
 
-    async def events(self, name: str, since: str = "0") -> AsyncIterator[Event]:
+    async def events(self, name: str, since: str = "0") -> AsyncIterator[Event[Any]]:
         """Yield past and new events of a job, in order, until it is over.
 
-        `since`: id of the event after which to start. An event of kind `history_lost` reports
-        events that the mesh no longer has. A mesh that does not answer, as while Redis restarts, is
-        retried for `UNAVAILABLE_TIMEOUT_S`. Raises NotFound.
+        `event_types` has the classes of most kinds. `since`: id of the event after which to start.
+        An event of kind `history_lost` reports events that the mesh no longer has. A mesh that does
+        not answer, as while Redis restarts, is retried for `UNAVAILABLE_TIMEOUT_S`. Raises
+        NotFound.
         """
         while True:
             # before the request: so the job's last event is included
@@ -135,7 +137,7 @@ class Client:
             look = partial(self.read_events, name, since, 0.0 if has_ended else EVENT_WAIT_S)
             found, since = await _retry(look)
             for event in found:
-                yield event
+                yield make_typed_event(event)
             if has_ended and not found:
                 return
 
@@ -255,7 +257,7 @@ class JobHandle:
         """Return the job's state."""
         return await self.client.job(self.name)
 
-    def events(self, since: str = "0") -> AsyncIterator[Event]:
+    def events(self, since: str = "0") -> AsyncIterator[Event[Any]]:
         """Yield past and new events of the job, until it is over."""
         return self.client.events(self.name, since)
 

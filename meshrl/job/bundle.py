@@ -135,10 +135,17 @@ def copy_modules(config: JobConfig, base: Path, target: Path) -> None:
     if config.environment.verifiers:
         taskset = tasksets.get_module_name(config.environment.verifiers)
         modules += [taskset] if references.find_module_file(base, taskset) else []
-    target.mkdir()
+    target.mkdir(exist_ok=True)
     servers = list(_find_server_files(config, base))
     modules += [path.stem for path in servers if path.suffix == ".py" and path.parent == base]
-    for source in {*servers, *references.find_local_imports(base, modules)}:
+    for source in servers:
+        _copy_file(source, target / source.relative_to(base))
+    copy_local_imports(base, modules, target)
+
+
+def copy_local_imports(base: Path, modules: list[str], target: Path) -> None:
+    """Copy the modules that are files below `base`, with the neighbours that they import."""
+    for source in references.find_local_imports(base, modules):
         _copy_file(source, target / source.relative_to(base))
 
 

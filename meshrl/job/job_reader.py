@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,8 @@ from meshrl.job.hub.repository import is_hub_id
 from meshrl.job.job_file import JobFile
 from meshrl.job.toml import reader
 
+CollectModules = Callable[[JobConfig], Path]  # it collects a job's modules in a directory
+
 
 def load_config(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
     """Return the job that `read_job_file` finds in a file, and the file's directory."""
@@ -38,23 +40,50 @@ def read_job_file(path: Path, overrides: list[str]) -> JobFile:
 
     Raises ConfigError with the wrong line or override.
     """
-    document, places = reader.read_toml(path, "the job file")
-    for override in overrides:
-        key = apply_override(document, override)
-        places = {
-            k: place for k, place in places.items() if not k.startswith((f"{key}.", f"{key}["))
-        }
-        places[key] = f"--set {override}"
-    return _check_document(document, path.resolve().parent, path, places)
+    return read_document({}, overrides, path.resolve().parent, path)
 
 
 def check_config(config: JobConfig, base: Path, overrides: list[str]) -> JobFile:
     """Return a job that was made in code, with `KEY=VALUE` overrides, checked as a file in `base`
     is.
     """
-    document = config.to_document()
-    places = {apply_override(document, override): f"--set {override}" for override in overrides}
-    return _check_document(document, base, Path("the job"), places)
+    return read_document(config.to_document(), overrides, base)
+
+
+def read_document(
+    document: dict[str, Any],
+    overrides: list[str],
+    base: Path,
+    path: Path | None = None,
+    collect_modules: CollectModules | None = None,
+) -> JobFile:
+    """Return the checked job of a document, which completes the job file `path` if there is one.
+
+    `base` is the directory of files and modules, unless `collect_modules` returns that of modules.
+    Raises ConfigError with the wrong key, line or override.
+    """
+    places: dict[str, str] = {}
+    if path is not None:
+        from_file, places = reader.read_toml(path, "the job file")
+        document = merge_tables(from_file, document)
+    for override in overrides:
+        key = apply_override(document, override)
+        places = {
+            k: place for k, place in places.items() if not k.startswith((f"{key}.", f"{key}["))
+        }
+        places[key] = f"--set {override}"
+    return _check_document(document, base, path or Path("the job"), places, collect_modules)
+
+
+def merge_tables(document: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with the keys of another, which win."""
+    merged = dict(document)
+    for key, value in more.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            value = merge_tables(old, value)
+        merged[key] = value
+    return merged
 
 
 def reload_document(
@@ -106,7 +135,11 @@ def apply_override(document: dict[str, Any], override: str) -> str:
 
 
 def _check_document(
-    document: dict[str, Any], base: Path, path: Path, locations: Mapping[str, str]
+    document: dict[str, Any],
+    base: Path,
+    path: Path,
+    locations: Mapping[str, str],
+    collect_modules: CollectModules | None,
 ) -> JobFile:
     """Return the checked job of a document from the file `path`, with the locations of its keys."""
     fail = partial(reader.make_error, path, locations)
@@ -121,6 +154,8 @@ def _check_document(
     reward = replace(config.reward, judge=judge_and_evaluation.load_judge_template(found))
     found = all_checks.complete_group_size(found.with_config(replace(config, reward=reward)))
     found = choices.choose_values(found)
+    if collect_modules is not None:
+        found = replace(found, base=collect_modules(found.config))
     all_checks.check_job_file(found)
     _warn_of_high_rates(found, 'Lower it, or write "auto"')
     return files.complete_steps(found.with_config(chat_format.resolve_chat(found)))

@@ -43,13 +43,14 @@ def run_job(
     base: Path,
     force: bool,
     job_file: Path | None = None,
+    on_started: Callable[[Path], None] = lambda run_dir: None,
     *,
     is_evaluation: bool = False,
 ) -> int:
     """Run a job from its start and return the exit status.
 
-    `job_file`: the path of its file. `is_evaluation`: print only the progress, as the caller prints
-    the figures.
+    `job_file`: the path of its file. `on_started` gets the run directory when the mesh has started.
+    `is_evaluation`: print only the progress, as the caller prints the figures.
     """
     with claim_run_directory(config, force) as claim:
         run_dir = claim.directory
@@ -67,14 +68,13 @@ def run_job(
             await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
             claim.commit()
 
+        def keep_run() -> None:
+            claim.delete_replaced_run()
+            on_started(run_dir)
+
+        shape = derive_mesh_shape(config)
         return asyncio.run(
-            run_session(
-                run_dir,
-                derive_mesh_shape(config),
-                begin,
-                claim.delete_replaced_run,
-                is_evaluation=is_evaluation,
-            )
+            run_session(run_dir, shape, begin, keep_run, is_evaluation=is_evaluation)
         )
 
 

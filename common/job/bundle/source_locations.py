@@ -7,13 +7,36 @@ is imported: the sandbox's workers import this module.
 from __future__ import annotations
 
 import inspect
+import linecache
 import os
 import re
 from types import CodeType, FrameType
 from typing import Any
 
 MAX_ERROR_CHARS = 500  # of an error's text, without its location
+GENERATED_MODULE = "inline_code"  # module of definitions from a notebook's cells or a script
 _LOCATION = re.compile(r" \(([^()\s]+:\d+ in [^()\s]+\(\))\)$")
+
+
+_MARK = re.compile(r"# Source: (.+), line (\d+)$")
+
+
+def format_mark(origin: str, line: int) -> str:
+    """Return the comment before a definition of the generated module: where it was written."""
+    return f"# Source: {origin}, line {line}"
+
+
+def find_origin(path: str, line: int) -> tuple[str, int]:
+    """Return the file, or the cell as `In[3]`, and the line in which the author wrote a line.
+
+    They differ from the arguments only in the generated module.
+    """
+    if os.path.basename(path) == f"{GENERATED_MODULE}.py":
+        lines = linecache.getlines(path)[:line]
+        for distance, text in enumerate(reversed(lines)):
+            if found := _MARK.match(text):
+                return found[1], int(found[2]) + distance - 1
+    return path, line
 
 
 def locate_error(error: BaseException, directory: str) -> str:
@@ -66,7 +89,7 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def _format_location(code: CodeType, line: int, directory: str) -> str:
-    path = code.co_filename
+    path, line = find_origin(code.co_filename, line)
     below = directory and _is_below(path, directory)
     relative_path = (
         os.path.relpath(os.path.realpath(path), os.path.realpath(directory)) if below else ""

@@ -2,8 +2,8 @@
 
 Standard input: one JSON object, as `module_imports.py` writes it. Each line of output to the
 descriptor named by its argument is another object: {"trying": what}, {"opened": {...}}, {"wrong":
-{...}}. The output of the author's code goes to the process's own output. The program uses only the
-standard library.
+{...}}. The output of the author's code goes to the process's own output. The program imports little
+beyond the standard library.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from meshrl.common.job.bundle.source_locations import find_origin
 
 SendMessage = Callable[..., None]
 # what a reference is -> its arguments when it is called, its definition, its name
@@ -95,7 +97,11 @@ def check_callable(found: Any, use: str, kind: str) -> None:
 
 def get_location(found: Any) -> str:
     code = getattr(inspect.unwrap(found), "__code__", None)
-    return f"{code.co_filename}, line {code.co_firstlineno}" if code else ""
+    return _format_location(code.co_filename, code.co_firstlineno) if code else ""
+
+
+def _format_location(file: str, line: int) -> str:
+    return "{}, line {}".format(*find_origin(file, line))
 
 
 def try_environment(factory: Any, use: str, request: dict[str, Any], send: SendMessage) -> None:
@@ -165,11 +171,11 @@ def describe_error(error: BaseException, modules: str) -> dict[str, str]:
 def find_error_location(error: BaseException, modules: str) -> str:
     """Return the last line of the job's own modules in an exception's trace, or its last line."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}, line {error.lineno}"
+        return _format_location(error.filename, error.lineno or 1)
     every = traceback.extract_tb(error.__traceback__)
     frames = [f for f in every if f.filename != __file__ and "importlib" not in f.filename]
     own = [f for f in frames if f.filename.startswith(modules + os.sep)]
-    return next((f"{f.filename}, line {f.lineno}" for f in reversed(own or frames)), "")
+    return next((_format_location(f.filename, f.lineno or 1) for f in reversed(own or frames)), "")
 
 
 if __name__ == "__main__":
