@@ -142,7 +142,7 @@ class _Converter:
             return os.fspath(value)
         if isinstance(value, bool | int | float | str):
             return value
-        if callable(value):
+        if callable(value) or key.endswith(".use"):
             return self.code.add(key, value)
         if value is None:
             raise ConfigError(f"{key} is None", fix="Leave the key out to have its default")
@@ -158,6 +158,6 @@ def make_text_translator(directory: Path) -> Callable[[str], str]:
     modules = f"{directory / MODULES_FOLDER}/"
 
     def name_rows(found: re.Match[str]) -> str:
-        return f"{found[1]}[{int(found[2]) - 1}]" if found[2] else f"the rows of {found[1]}"
+        return f"{found[1]}[{int(found[2]) - 1}]" if found[2] else "the list"
 
     return lambda text: rows.sub(name_rows, text).replace(modules, "")

@@ -111,13 +111,11 @@ class Run:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Rows of the evaluations so far: `step`, `tag`, `best`, and each figure."""
+        """Rows of the evaluations so far: `step`, `tag`, `best`, and figures by their names."""
         found = (event for event in self._read_events() if event.kind == "evaluation")
         by_tag = {event.fields["tag"]: event.fields for event in found}
         return [
-            {"step": row["step"], "tag": tag, "best": bool(row.get("best"))}
-            | {name: row[name] for name in ("sampled", "greedy") if row.get(name) is not None}
-            | row.get("figures", {})
+            {"step": row["step"], "tag": tag, "best": bool(row.get("best"))} | row.get("figures", {})
             for tag, row in by_tag.items()
         ]
 

@@ -63,7 +63,7 @@ class CodeCapture:
         if not isinstance(inspect.unwrap(value), FunctionType | type):
             raise ConfigError(
                 f"{key} is an object of type {type(value).__name__}, not a function or class",
-                fix="Write a function (def) that creates or calls it",
+                fix="Pass its class, or a function (def) that creates or calls it",
             )
         self._define(name, value, key)
         return f"{GENERATED_MODULE}:{name}"
