@@ -42,6 +42,11 @@ class JobRequest:
     force: bool = False
     module_roots: dict[str, str] = field(default_factory=dict)  # of further modules, by name
 
+    @property
+    def job_file(self) -> Path | None:
+        """Path of the job file, if there is one."""
+        return Path(self.file) if self.file else None
+
     @classmethod
     def read(cls, directory: Path) -> JobRequest:
         """Return the request in a directory."""

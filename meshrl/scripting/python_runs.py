@@ -115,7 +115,8 @@ class Run:
         found = (event for event in self._read_events() if event.kind == "evaluation")
         by_tag = {event.fields["tag"]: event.fields for event in found}
         return [
-            {"step": row["step"], "tag": tag, "best": bool(row.get("best"))} | row.get("figures", {})
+            {"step": row["step"], "tag": tag, "best": bool(row.get("best"))}
+            | row.get("figures", {})
             for tag, row in by_tag.items()
         ]
 
@@ -237,7 +238,7 @@ def _name_objects(reward: Any, environment: Any, dataset: Any, held_out: Any) ->
 
 
 def _start_child(arguments: list[str], *, is_shown: bool) -> Run:
-    """Start the child process and return its run; an interrupt meanwhile ends the process."""
+    """Start the child process and return its run; an interrupt ends the process."""
     process = ChildProcess(arguments, is_shown=is_shown)
     try:
         return Run(process.read_directory(), process=process)

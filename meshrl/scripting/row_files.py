@@ -23,7 +23,7 @@ def write_rows(key: str, rows: Any, path: Path) -> None:
             f"{key} is a {type(rows).__name__} with the keys {names}, not a list of rows",
             fix=f"Pass one of its splits, as in {key} = data['train']; {ROWS_FIX}",
         )
-    if hasattr(rows, "to_dict") and type(rows).__module__.startswith("pandas."):
+    if hasattr(rows, "to_dict") and type(rows).__module__.partition(".")[0] == "pandas":
         rows = rows.to_dict(orient="records")
     if isinstance(rows, bytes) or not isinstance(rows, Iterable):
         raise ConfigError(f"{key} is of type {type(rows).__name__}, not rows", fix=ROWS_FIX)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshrl.common.base.errors import MeshError
 from meshrl.common.base.host.terminal import escaped_output, print_traceback
@@ -25,6 +25,9 @@ from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.process.entry.child import PRIVATE_UMASK
 from meshrl.directory import process_user
 from meshrl.scripting.job_request import MODULES_FOLDER, JobRequest, make_text_translator
+
+if TYPE_CHECKING:
+    from meshrl.job.job_file import JobFile
 
 PARENT_POLL_S = 0.5
 ORDERLY_STOP_S = 5.0  # after the end of the parent; then all processes are killed
@@ -75,38 +78,43 @@ def _follow_parent(parent: int) -> None:
 
 def _start(arguments: list[str], report: Report) -> int:
     directory = Path(arguments[0])
-    translate = make_text_translator(directory)
 
     def on_started(run_dir: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)  # all of it is in the run's bundle
         report(directory=str(run_dir))
 
+    from meshrl.runs import session
+
     try:
-        return _run_request(directory, on_started)
-    except MeshError as error:
-        error.message, error.where = translate(error.message), translate(error.where)
-        error.fix = translate(error.fix)
-        raise
+        found, request = read_checked_job(directory)
+        return session.run_job(
+            found.config, found.base, request.force, request.job_file, on_started
+        )
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _run_request(directory: Path, on_started: Callable[[Path], None]) -> int:
+def read_checked_job(directory: Path) -> tuple[JobFile, JobRequest]:
+    """Return the job of a request, checked together with its mesh, and the request.
+
+    Raises ConfigError with the wrong key, or the place in the author's code or rows.
+    """
     from meshrl.job import job_reader
     from meshrl.launch.checks import mesh_checks
-    from meshrl.runs import session
 
     request = JobRequest.read(directory)
-    found = job_reader.read_document(
-        request.document,
-        request.overrides,
-        Path(request.base),
-        Path(request.file) if request.file else None,
-        partial(_collect_modules, request, directory / MODULES_FOLDER),
-    )
-    mesh_checks.check_job_and_mesh(found)
-    file = Path(request.file) if request.file else None
-    return session.run_job(found.config, found.base, request.force, file, on_started)
+    collect = partial(_collect_modules, request, directory / MODULES_FOLDER)
+    translate = make_text_translator(directory)
+    try:
+        found = job_reader.read_document(
+            request.document, request.overrides, Path(request.base), request.job_file, collect
+        )
+        mesh_checks.check_job_and_mesh(found)
+    except MeshError as error:
+        error.message, error.where = translate(error.message), translate(error.where)
+        error.fix = translate(error.fix)
+        raise
+    return found, request
 
 
 def _collect_modules(request: JobRequest, target: Path, config: JobConfig) -> Path:

@@ -68,7 +68,9 @@ class CodeCapture:
         self._define(name, value, key)
         return f"{GENERATED_MODULE}:{name}"
 
-    def _define(self, name: str, value: Any, user: str) -> None:
+    def _define(
+        self, name: str, value: Any, user: str, users_scope: dict[str, Any] | None = None
+    ) -> None:
         """Add the definition of a function or class, after those that it uses."""
         original = inspect.unwrap(value)
         if closed := find_closed_name(original):
@@ -81,7 +83,7 @@ class CodeCapture:
         found = find_definition(original)
         defined_name = original.__name__
         names = find_free_names(found.text, defined_name)
-        scope = find_scope(original)
+        scope = find_scope(original, users_scope)
         for used in names.needed:
             if used not in scope:
                 if hasattr(builtins, used):
@@ -90,15 +92,16 @@ class CodeCapture:
                     f"{user}: {name} uses {used!r}, which is not defined",
                     fix="Define it first; in a notebook, run its cell",
                 )
-            self._carry(used, scope[used], names.attribute_paths, f"{user}: {name}")
+            self._carry(used, scope, names.attribute_paths, f"{user}: {name}")
         for used in names.in_annotations:
             if used in scope and self._is_simple(scope[used]):
-                self._carry(used, scope[used], set(), f"{user}: {name}")
+                self._carry(used, scope, set(), f"{user}: {name}")
         alias = "" if defined_name == name else f"\n\n\n{name} = {defined_name}"
         self._parts.append(f"\n{format_mark(found.origin, found.line)}\n{found.text}{alias}")
 
-    def _carry(self, name: str, value: Any, paths: set[str], user: str) -> None:
-        """Add what binds `name` to `value` in the generated module."""
+    def _carry(self, name: str, scope: dict[str, Any], paths: set[str], user: str) -> None:
+        """Add what binds `name` in the generated module to its value in `scope`."""
+        value = scope[name]
         if isinstance(value, ModuleType) and value.__name__ != "__main__":
             if self._claim(name, value, user):
                 self._note_module(value.__name__)
@@ -116,7 +119,7 @@ class CodeCapture:
                 raise ConfigError(
                     f"{user} uses {name!r}, which is a lambda", fix="Define it with def"
                 )
-            self._define(name, value, user)
+            self._define(name, value, user, scope)
         else:
             text = format_constant(value)
             if not text or len(text) > MAX_CONSTANT_CHARS:

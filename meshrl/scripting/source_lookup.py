@@ -46,12 +46,15 @@ def find_definition(value: Any) -> Definition:
     )
 
 
-def find_scope(value: Any) -> dict[str, Any]:
-    """Return the module-level names that the code of a function or class sees."""
+def find_scope(value: Any, users_scope: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the module-level names that the code of a function or class sees.
+
+    A class without functions has those of its user, or of its module.
+    """
     functions = [value] if not isinstance(value, type) else _list_methods(value)
-    found = next((each.__globals__ for each in functions), None)
-    module = sys.modules.get(value.__module__)
-    return found if found is not None else vars(module) if module else {}
+    if functions:
+        return functions[0].__globals__
+    return vars(sys.modules[value.__module__]) if users_scope is None else users_scope
 
 
 def find_closed_name(value: Any) -> str:
