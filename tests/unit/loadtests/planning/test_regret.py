@@ -118,7 +118,7 @@ def test_run_without_judged_moves_is_not_good() -> None:
 
 def test_rl_phase_of_the_demo_ends_with_its_last_step() -> None:
     """Check that evaluations before and after the phase are excluded."""
-    told = [
+    told: list[Event] = [
         Event("1", 1000, "phase", {"phase": "baseline"}),
         Event("2", 4000, "phase", {"phase": "training"}),
         Event("3", 5000, "step", {}),
