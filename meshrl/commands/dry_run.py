@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 from rich.table import Table
 
+from meshrl.common.state.pool.demand.requirements import shares_core_worker
 from meshrl.job import hub_origins
+from meshrl.job.checks.host.devices import list_devices
 from meshrl.job.defaults.choices import describe_choices
 from meshrl.job.defaults.differences import select_differences
-from meshrl.job.defaults.memory import GIB, ProcessMemory, estimate_memory, has_shared_worker
+from meshrl.job.defaults.memory import GIB, ProcessMemory, estimate_memory
 from meshrl.job.job_file import JobFile
 from meshrl.job.toml.writer import to_toml
 from meshrl.launch.services import service_plan
@@ -64,11 +66,14 @@ def _make_memory_table(job: JobFile) -> Table:
         sizes = (_format_size(read(one)) for read in COLUMNS.values())
         table.add_row(one.process, str(one.count), *sizes)
     notes = []
-    if has_shared_worker(job.config):
+    if shares_core_worker(job.config):
         notes.append("core and engine share a worker by time slices, and its memory.")
     if kv_gib:
         notes.append(f"rollout.kv keeps up to {kv_gib:g} GiB in host memory.")
-    if mesh.device == "cpu":
+    if mesh.device == "cuda":
+        sizes = sorted({device.memory_bytes for device in list_devices()})
+        notes.append(f"This host's GPUs have {', '.join(map(_format_size, sizes))}.")
+    else:
         total = sum(one.count * one.total_bytes for one in processes)
         own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         notes.append(f"All take {_format_size(total)}; this host has {_format_size(own)}.")

@@ -64,13 +64,6 @@ def estimate_memory(config: JobConfig) -> list[ProcessMemory]:
     return found
 
 
-def has_shared_worker(config: JobConfig) -> bool:
-    """Return True if the workers are too few for an engine of its own: it shares the core's."""
-    requirements = derive_requirements(config.to_document())
-    others = requirements.ranks + config.planner.training - 1 + requirements.needs_scoring
-    return requirements.needs_rollout and config.mesh.workers <= others
-
-
 def estimate_core(config: JobConfig, shape: ModelConfig) -> ProcessMemory:
     """Return the estimate of each rank of the core."""
     ranks, adapters = config.training.ranks, _count_adapter_parameters(config, shape)

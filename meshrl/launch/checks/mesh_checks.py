@@ -11,6 +11,7 @@ from meshrl.launch.checks.address_checks import check_bind_address, check_metric
 
 MESH_CHECKS: tuple[Check, ...] = (
     devices.check_devices,
+    devices.check_memory,
     check_bind_address,
     check_metrics_ports,
     redis_checks.check_redis,

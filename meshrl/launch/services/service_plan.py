@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshrl.common.job.config import JobConfig
+from meshrl.common.state.pool.demand.requirements import shares_core_worker
 from meshrl.common.state.pool.scheduling.host_services import ALL_SERVICES, format_services
 from meshrl.common.state.pool.workers import process_names
 from meshrl.common.state.pool.workers.rows import Role
-from meshrl.job.defaults.memory import has_shared_worker
 
 PLANNERS = 2  # the second takes over when the first one's lease ends
 # Imports of the fork server: all that services, role processes and environment processes have in
@@ -169,7 +169,7 @@ def _describe_worker(worker_index: int, config: JobConfig) -> str:
     if 0 < worker_index < ranks:
         return f"{slot}; rank {worker_index} of the core"
     helpers = worker_index - ranks + 1 if worker_index else 0  # gangs that train, beside the core's
-    if worker_index == 0 and has_shared_worker(config):
+    if worker_index == 0 and shares_core_worker(config):
         return f"{slot}; core and engine, in time slices"
     if helpers < config.planner.training:
         return f"{slot}; starts in the {Role.TRAINING} role"

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.job import builtin
-from meshrl.common.job.config import PlannerConfig
+from meshrl.common.job.config import JobConfig, PlannerConfig
 from meshrl.common.job.emulation import parse_emulation_scale
 from meshrl.common.job.isolation.runners import ContainerRunner
 from meshrl.common.job.isolation.tiers import RUNNER
@@ -126,6 +126,16 @@ def derive_requirements(
         half_precision_engines=rollout["dtype"] != "float32",
         tensor_parallel=degrees,
     )
+
+
+def shares_core_worker(config: JobConfig) -> bool:
+    """Return True if the job's own mesh is too small for an engine beside its other roles.
+
+    The engine then computes on a worker of the core, by time slices.
+    """
+    requirements = derive_requirements(config.to_document())
+    others = requirements.ranks + config.planner.training - 1 + requirements.needs_scoring
+    return requirements.needs_rollout and config.mesh.workers <= others
 
 
 def explain_no_hybrids(published_dtypes: Iterable[str], training_dtype: str) -> str:
