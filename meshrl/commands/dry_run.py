@@ -71,8 +71,8 @@ def _make_memory_table(job: JobFile) -> Table:
     if kv_gib:
         notes.append(f"rollout.kv keeps up to {kv_gib:g} GiB in host memory.")
     if mesh.device == "cuda":
-        sizes = sorted({device.memory_bytes for device in list_devices()})
-        notes.append(f"This host's GPUs have {', '.join(map(_format_size, sizes))}.")
+        gpu_sizes = sorted({device.memory_bytes for device in list_devices()})
+        notes.append(f"This host's GPUs have {', '.join(map(_format_size, gpu_sizes))}.")
     else:
         total = sum(one.count * one.total_bytes for one in processes)
         own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
