@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshrl.common.base.errors import MeshError, PeerLost, StorageFull
 from meshrl.common.base.files.documents import rename_keys
+from meshrl.common.mesh.process.diagnosis.failure import read_log_end
 from meshrl.common.mesh.process.spawning import SpawnOptions
 from meshrl.directory.directory_paths import write_json
 from meshrl.job.checks.job_file.optional_keys import TRACKERS
@@ -141,6 +142,8 @@ class TrackerProcess:
             if late:
                 task.cancel()
                 await asyncio.wait([task], timeout=1.0)
+                own_words = read_log_end(self._log, 1) or "nothing yet"
+                self.progress.last_error = f"no answer in time; {self._log} ends: {own_words}"
         self.progress.dropped += len(self._queue)
         self._queue.clear()
 
@@ -158,7 +161,8 @@ class TrackerProcess:
                 return
             except (MeshError, OSError) as error:
                 self._failure_count += 1
-                self.progress.last_error = str(error)
+                own_words = read_log_end(self._log, 1)  # the package's error is its last line
+                self.progress.last_error = ": ".join(filter(None, (str(error), own_words)))
                 if self._is_closing:
                     return
             finally:

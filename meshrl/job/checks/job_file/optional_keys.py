@@ -10,6 +10,7 @@ from meshrl.common.base.host.listen_addresses import parse_listen_address
 from meshrl.common.base.host.settings import METRICS_OFF
 from meshrl.common.job.config import JobConfig
 from meshrl.common.model.architecture.projections import check_adapters
+from meshrl.job.checks.job_file import tracker_logins
 from meshrl.job.job_file import JobFile
 from meshrl.job.model_files import load_shape
 
@@ -26,6 +27,8 @@ def check_optional_keys(job: JobFile) -> None:
             raise job.make_error(
                 key, wrong, f"Run `{sys.executable} -m pip install 'meshrl[tracking]'`"
             )
+    if config.tracking.wandb and (why := tracker_logins.explain_missing_wandb_login()):
+        raise job.make_error("tracking.wandb", f"tracking.wandb: {why}", tracker_logins.LOGIN_FIX)
     if config.mesh.metrics != METRICS_OFF:
         with job.locate_errors("mesh.metrics"):
             parse_listen_address(config.mesh.metrics, "mesh.metrics")

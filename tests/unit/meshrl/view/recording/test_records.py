@@ -234,7 +234,7 @@ async def test_interrupted_recorder_stops_copying_and_names_the_remaining_copy(
     output = capsys.readouterr().out
     assert (
         0
-        < output.index("To resume")
+        <= output.index("To resume")
         < output.index(f"copying the remaining files to file://{tmp_path}/")
     )
     assert (tmp_path / "there/summary.json").is_file()

@@ -53,7 +53,7 @@ while (frame := channel.recv()) is not None:
 """
 )
 HANGING = CHILD + 'channel.send(b"ready"); time.sleep(600)'
-BROKEN = CHILD + 'print("no", file=shown, flush=True); os._exit(3)'
+BROKEN = CHILD + 'print("no", file=shown, flush=True); print("no login", flush=True); os._exit(3)'
 FORGETFUL = (
     CHILD
     + """
@@ -202,6 +202,7 @@ async def test_hanging_tracker_drops_its_records_without_delay(
 async def test_tracker_that_does_not_start_is_given_up(program: Program) -> None:
     program.all.enqueue(rows(1, 2), [])
     await until(lambda: "abandoned" in program.tracker.progress.last_error)
+    assert ": no login; the tracker" in program.tracker.progress.last_error  # its own words
     program.all.enqueue(rows(3, 3), [])
     await program.all.close()
     assert program.tracker.progress.dropped == 3
@@ -360,7 +361,8 @@ async def test_trackio_writes_a_local_run(
 # -- the job file ---------------------------------------------------------------------------------
 
 
-def test_job_file_enables_each_tracker(job: Path) -> None:
+def test_job_file_enables_each_tracker(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
     lines = ["tracking.tensorboard=true", "tracking.wandb=one", "tracking.trackio=two"]
     config, _ = job_reader.load_config(job, lines)
     assert config.tracking == TrackingConfig(True, "one", "two")
@@ -380,4 +382,41 @@ def test_missing_package_is_reported_before_the_job_starts(
     with pytest.raises(
         ConfigError, match=r"wandb is not installed.*pip install 'meshrl\[tracking\]"
     ):
+        job_reader.load_config(job, ["tracking.wandb=mine"])
+
+
+@pytest.mark.parametrize(
+    "variables, netrc, settings, says",
+    [
+        ({}, "", "", "has no key for api.wandb.ai"),
+        ({"WANDB_MODE": "offline"}, "", "", ""),
+        ({"WANDB_API_KEY": "abc"}, "", "", "has 3 characters"),
+        ({"WANDB_API_KEY": "local-" + "a" * 40}, "", "", ""),
+        ({}, "machine api.wandb.ai login user password abc", "", ""),
+        ({}, "machine example.org login user password abc", "", "has no key"),
+        ({}, "machine", "", "has no key"),
+        ({}, "", "[default]\nmode = offline\n", ""),
+        ({}, "", "[default]\nbase_url = https://wandb.example.org\n", "key for wandb.example.org"),
+    ],
+)
+def test_missing_wandb_key_is_reported_before_the_job_starts(
+    job: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    netrc: str,
+    settings: str,
+    says: str,
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "netrc").write_text(netrc)
+    (tmp_path / "settings").write_text(settings)
+    places = {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
+    for name, value in (places | variables).items():
+        monkeypatch.setenv(name, value)
+    if says:
+        with pytest.raises(ConfigError, match=f"tracking.wandb: .*{says}.*wandb login"):
+            job_reader.load_config(job, ["tracking.wandb=mine"])
+    else:
         job_reader.load_config(job, ["tracking.wandb=mine"])
