@@ -14,6 +14,7 @@ from meshrl.common.base.files.json_lines import decode_row
 
 Sample = dict[str, Any]
 MAX_CELL_CHARS = 500  # of a key of a row that is shown
+EVALUATION_GROUPS = 1 << 20  # groups of a set in an evaluation: lower bits of their number
 ROTATED_SUFFIX = ".older.jsonl"  # suffix of a rotated file
 
 
@@ -24,17 +25,13 @@ def list_files(run_dir: Path) -> list[Path]:
 
 def read_samples(run_dir: Path) -> list[Sample]:
     """Return all valid samples of a run, oldest first; skip a line that is being written."""
-    found = (sample for path in list_files(run_dir) for sample in _read_rows(path))
-    return sorted(found, key=lambda sample: float(sample["at"]))
+    return sorted(iterate_samples(run_dir), key=lambda sample: float(sample["at"]))
 
 
-def read_evaluation_samples(run_dir: Path) -> list[Sample]:
-    """Return the samples of evaluations, oldest first; the others, which may be many, are not
-    retained.
-    """
-    every = (sample for path in list_files(run_dir) for sample in _read_rows(path))
-    found = (sample for sample in every if sample.get("evaluation"))
-    return sorted(found, key=lambda sample: float(sample["at"]))
+def iterate_samples(run_dir: Path) -> Iterator[Sample]:
+    """Yield all valid samples of a run, file by file."""
+    for path in list_files(run_dir):
+        yield from _read_rows(path)
 
 
 def _read_rows(path: Path) -> Iterator[Sample]:
@@ -95,19 +92,26 @@ def matches_order(sample: Sample, order: str) -> bool:
 def format_heading(sample: Sample) -> str:
     """Return the facts about a sample in one line."""
     where = f"evaluation {sample['evaluation']}, " if sample.get("evaluation") else ""
-    reward = "no reward" if sample["reward"] is None else f"reward {sample['reward']:.3f}"
+    evaluated = bool(sample.get("evaluation"))
+    number = sample["group"] % EVALUATION_GROUPS if evaluated else sample["group"]
+    reward = format_reward(sample)
     versions = sample["versions"]
     span = "-".join(str(v) for v in dict.fromkeys(versions)) or "none"
     parts = [
         f"step {sample['step']}",
-        f"{where}{sample['set']}, group {sample['group']}.{sample['member']}",
-        reward,
+        f"{where}{sample['set']}, {'row' if evaluated else 'group'} {number}.{sample['member']}",
+        reward if sample["reward"] is None else f"reward {reward}",
         describe_end(sample),
         f"{sample['tokens']} tokens, {sample['sampled']} sampled",
         f"version {span}, staleness {sample['staleness']}",
         "/".join(sample["why"]),
     ]
     return " | ".join(parts)
+
+
+def format_reward(sample: Sample) -> str:
+    """Return the reward as text."""
+    return "no reward" if sample["reward"] is None else f"{sample['reward']:.3f}"
 
 
 def describe_end(sample: Sample) -> str:

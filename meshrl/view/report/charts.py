@@ -45,15 +45,14 @@ def draw_line_chart(series: Sequence[Series], x_label: str, y_from_zero: bool = 
     plot = Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]))
     parts = [plot.draw_grid(x_ticks, y_ticks, x_label)]
     for index, s in enumerate(series):
-        parts.append(plot.draw_series(s, choose_color(index)))
-    return wrap_svg(HEIGHT, parts) + draw_legend(
-        [(s.label, choose_color(i)) for i, s in enumerate(series)]
-    )
+        parts.append(plot.draw_series(s, f"var(--s{choose_index(index)})"))
+    keys = [(s.label, f"var(--s{choose_index(i)})") for i, s in enumerate(series)]
+    return wrap_svg(HEIGHT, parts, "chart") + draw_legend(keys)
 
 
-def choose_color(index: int) -> str:
-    """Return the colour of a chart's series; they repeat where a chart has many."""
-    return COLORS[index % len(COLORS)]
+def choose_index(index: int) -> int:
+    """Return the number of a series' colour; colours repeat where a chart has many series."""
+    return index % len(COLORS)
 
 
 def compute_ticks(low: float, high: float) -> list[float]:
@@ -100,26 +99,32 @@ class Plot:
         return "".join(parts)
 
     def draw_series(self, series: Series, color: str) -> str:
-        places = [
-            (self.to_x_pixel(x), self.to_y_pixel(y)) for x, y in series.points if math.isfinite(y)
-        ]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        width = 1 if series.has_dots else 2
-        line = f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
-        if not series.has_dots:
-            return line
         measured = [point for point in series.points if math.isfinite(point[1])]
+        if not measured:
+            return ""
+        places = [(self.to_x_pixel(x), self.to_y_pixel(y)) for x, y in measured]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        steps = " ".join(f"{x:.10g}" for x, _ in measured)
+        values = " ".join(f"{y:.4g}" for _, y in measured)
+        kind = ' class="sparse"' if series.has_dots else ""
+        line = (
+            f'<polyline points="{path}" style="stroke:{color}" data-x="{steps}" data-y="{values}" '
+            f'data-name="{escape(series.label)}"{kind}/>'
+        )
+        if not series.has_dots and len(measured) > 1:
+            return line
         dots = (
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}">'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill:{color}">'
             f"<title>{at:g}: {value:.3f}</title></circle>"
             for (x, y), (at, value) in zip(places, measured, strict=True)
         )
         return line + "".join(dots)
 
 
-def wrap_svg(height: int, parts: Sequence[str]) -> str:
+def wrap_svg(height: int, parts: Sequence[str], kind: str = "") -> str:
     """Return a drawing of the common width."""
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg>'
+    name = f' class="{kind}"' if kind else ""
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img"{name}>{"".join(parts)}</svg>'
 
 
 def draw_legend(items: Sequence[tuple[str, str]]) -> str:

@@ -89,6 +89,7 @@ def make_health_figures(rows: StepRows, events: Sequence[Event]) -> list[Figure]
         Figure("Reward spread", [Series(spread, extract_column(rows, "reward_spread"))]),
         Figure("Entropy", [Series("nats a token", extract_column(rows, "entropy"))]),
         Figure("KL divergence, nats", kl),
+        Figure("Loss", [Series("of the step", extract_column(rows, "loss"))]),
         Figure("Gradient norm", [Series("before clipping", extract_column(rows, "grad_norm"))]),
         Figure("Clipped tokens, share", clipped),
         Figure("Tokens a second", speed),

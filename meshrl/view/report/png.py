@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from meshrl.common.base.errors import NotFound
 from meshrl.view.history.worker_timeline import WorkerTimeline
 from meshrl.view.report import timeline
-from meshrl.view.report.charts import Figure, choose_color
+from meshrl.view.report.charts import COLORS, Figure, choose_index
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ def write_line_chart(figure: Figure, directory: Path, x_label: str = "step") -> 
         points = measured[series.label]
         xs, ys = [x for x, _ in points], [y for _, y in points]
         style = {"marker": "o", "linewidth": 1.0} if series.has_dots else {"linewidth": 2.0}
-        axes.plot(xs, ys, color=choose_color(index), label=series.label, **style)
+        axes.plot(xs, ys, color=COLORS[choose_index(index)], label=series.label, **style)
     low, _ = axes.get_ylim()
     axes.set_ylim(bottom=min(0.0, low))
     axes.grid(color="#e4e4e4")

@@ -9,8 +9,8 @@ from meshrl.common.base.files.json_lines import iterate_rows
 from meshrl.directory.directory_paths import format_path, read_json
 from meshrl.view.health.findings import find_problems
 from meshrl.view.health.run_figures import collect_figures
-from meshrl.view.history import sample_files
 from meshrl.view.history.run_snapshot import parse_evaluations
+from meshrl.view.history.sample_files import iterate_samples
 from meshrl.view.history.worker_timeline import WorkerTimeline
 from meshrl.view.recording.run_record import (
     METRICS_FILE,
@@ -22,6 +22,7 @@ from meshrl.view.recording.run_record import (
 from meshrl.view.report import figures, png
 from meshrl.view.report.report import write_page
 from meshrl.view.report.report_page import TIMELINE_TITLE, render_page
+from meshrl.view.report.trajectory_table import select_report_samples
 
 SUMMARY_FILE = "summary.json"
 
@@ -56,7 +57,7 @@ def write_report(run_dir: Path) -> None:
         figures = collect_figures(iterate_rows(run_dir / METRICS_FILE))
         problems = find_problems(figures, document, is_over=True)
         found["health"] = [finding.to_document() for finding in problems]
-    samples = sample_files.read_samples(run_dir)
+    samples = select_report_samples(iterate_samples(run_dir))
     page = render_page(
         found,
         rows,

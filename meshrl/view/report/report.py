@@ -25,12 +25,12 @@ from meshrl.directory.model_export import build_export_command
 from meshrl.view.guard import WarningGuard
 from meshrl.view.health.findings import find_problems
 from meshrl.view.health.run_figures import RunFigures
-from meshrl.view.history import sample_files
 from meshrl.view.history.blocked_jobs import sum_blocked_s
 from meshrl.view.history.event_text import is_unexpected_exit
 from meshrl.view.history.job_failures import summarize_failures
 from meshrl.view.history.lost_hosts import count_lost_hosts
 from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot, is_supervised_step
+from meshrl.view.history.sample_files import iterate_samples
 from meshrl.view.mesh import prefix_stats
 from meshrl.view.recording import audit
 from meshrl.view.recording.disk_space import DiskSpaceWaiter
@@ -39,6 +39,7 @@ from meshrl.view.recording.recorder import Recorder
 from meshrl.view.recording.run_record import read_events, read_rare_events, thin_rows
 from meshrl.view.recording.shared_snapshot import RunningMesh
 from meshrl.view.report.report_page import render_page
+from meshrl.view.report.trajectory_table import select_report_samples
 from meshrl.view.trace import trace_writer as traced
 
 TRADED_ROLES = {Role.ROLLOUT, Role.TRAINING}
@@ -205,7 +206,7 @@ async def write_results(
     evaluations = list(recorder.snapshot.evaluations) if recorder.snapshot else []
     found = _summarize_run(recorder, events, evaluations, guard)
     with guard("the report"):
-        samples = sample_files.read_samples(run_dir)
+        samples = select_report_samples(iterate_samples(run_dir))
         rows = thin_rows(recorder.record.iterate_rows())
         page = render_page(found, rows, evaluations, events, document, kept_samples=samples)
         await room.write_when_space(lambda: write_page(run_dir, page))
@@ -302,7 +303,7 @@ class LivePage:
         tally = copy.deepcopy(self._recorder.usage)
         found = summarize(end, recorded.iterate_rows(), snapshot.evaluations, events, tally)
         found["lost"] = None  # known when nothing is in flight any more
-        samples = sample_files.read_evaluation_samples(run_dir)
+        samples = select_report_samples(iterate_samples(run_dir))
         rows = thin_rows(recorded.iterate_rows())
         page = render_page(
             found, rows, snapshot.evaluations, events, document, PAGE_INTERVAL_S, samples

@@ -18,27 +18,14 @@ from meshrl.view.history.event_text import format_event
 from meshrl.view.history.job_failures import FailureKind, format_count, format_share
 from meshrl.view.history.move_outcomes import format_outcome
 from meshrl.view.history.run_snapshot import Evaluation
-from meshrl.view.history.sample_files import Sample, format_heading, select_evaluations, split_parts
 from meshrl.view.history.worker_timeline import WorkerTimeline
 from meshrl.view.report import charts, figures, timeline
 from meshrl.view.report.charts import Figure
 from meshrl.view.report.summary_table import list_facts
+from meshrl.view.report.trajectory_table import render_trajectories
 
 TIMELINE_TITLE = "Timeline of workers"
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 780px; margin: 2em auto; padding: 0 1em;
-  color: #222; background: #fff }
-h1 { font-size: 1.5em } h2 { font-size: 1.1em; margin-top: 2em }
-svg { width: 100%; height: auto } svg text { font-size: 11px; fill: #666 }
-.grid { stroke: #e4e4e4 } .axis { stroke: #999 } .mark { stroke: #c00; stroke-dasharray: 2 2 }
-.move { fill: #222; stroke: #fff }
-.legend span { margin-right: 1.5em } .legend i { display: inline-block; width: 12px; height: 12px;
-  margin-right: 6px; vertical-align: -1px }
-table { border-collapse: collapse } td, th { padding: 2px 16px 2px 0; text-align: left }
-td.n { text-align: right; font-variant-numeric: tabular-nums } .none, .note { color: #777 }
-pre { background: #f6f6f6; padding: 1em; overflow: auto; font-size: 12px }
-details pre { white-space: pre-wrap } pre.model { background: #eef6fb }
-"""
+STYLE, SCRIPT = (Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js"))
 
 
 def render_page(
@@ -53,13 +40,12 @@ def render_page(
     """Return the report as one self-contained page, which reloads every `refresh_s` unless that is
     0.
 
-    `kept_samples` are the run's samples.
+    `kept_samples` are those of `select_report_samples`.
     """
     start_ms = events[0].ms if events else 0
     event_rows = [
         (f"{(e.ms - start_ms) / 1000:.1f} s", text) for e in events if (text := format_event(e))
     ]
-    read = render_trajectories(kept_samples)
     kinds = [FailureKind(**failure) for failure in summary["failures"]]
     failed = [(format_count(f), ". ".join(filter(None, (f.text, f.fix)))) for f in kinds]
     decided = [
@@ -70,7 +56,6 @@ def render_page(
         *render_health(summary),
         *render_learning(rows, evaluations),
         *render_figures(figures.make_evaluation_figures(evaluations)),
-        *([("Trajectories of evaluations", read)] if read else []),
         *render_figures(figures.make_health_figures(rows, events)),
         *render_figures(figures.make_trajectory_figures(rows)),
         (TIMELINE_TITLE, timeline.draw_timeline(WorkerTimeline.from_events(events))),
@@ -81,14 +66,19 @@ def render_page(
         ("Events", _render_table(event_rows)),
         ("CPU-seconds", _render_table([(n, f"{s:.1f}") for n, s in summary["cpu_s"].items()])),
         ("Job", render_job(document)),
+        ("Trajectories", render_trajectories(kept_samples)),
     ]
     body = "".join(f"<h2>{title}</h2>{content}" for title, content in every)
     phase = f": {summary['phase'].replace('_', ' ')}" if refresh_s else ""
     title = f"{escape(summary['job'])}, seed {summary['seed']}{phase}"
-    again = f'<meta http-equiv="refresh" content="{refresh_s:.0f}">' if refresh_s else ""
+    again = f'<meta http-equiv="refresh" content="{refresh_s:.0f}">'
+    again = f"<noscript>{again}</noscript>" if refresh_s else ""
+    reload = f' data-reload="{refresh_s:.0f}"' if refresh_s else ""
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8">{again}<title>{title}</title>'
-        f"<style>{STYLE}</style><h1>{title}</h1>{body}</html>\n"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"{again}<title>{title}</title><style>\n{STYLE}</style></head>"
+        f"<body{reload}><h1>{title}</h1>{body}<script>\n{SCRIPT}</script></body></html>\n"
     )
 
 
@@ -192,17 +182,3 @@ def find_differences(document: Mapping[str, Any], defaults: Mapping[str, Any]) -
         elif value != default:
             found[key] = value
     return found
-
-
-def render_trajectories(kept_samples: Sequence[Sample]) -> str:
-    """Return evaluated trajectories as HTML, each folded under its heading."""
-    found = []
-    for sample in select_evaluations(kept_samples):
-        parts_html = "".join(
-            f'<p><b>{escape(title)}</b></p><pre class="{role}">{escape(text)}</pre>'
-            for role, title, text in split_parts(sample)
-        )
-        found.append(
-            f"<details><summary>{escape(format_heading(sample))}</summary>{parts_html}</details>"
-        )
-    return "".join(found)

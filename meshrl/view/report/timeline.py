@@ -55,7 +55,9 @@ def draw_timeline(timeline: WorkerTimeline) -> str:
         )
     there = [role for role in COLORS if any(span.role == role for span in spans)]
     keys = [(role, COLORS[role]) for role in there]
-    return wrap_svg(height, parts) + draw_legend(keys + ([("a move", "#222")] if moves else []))
+    return wrap_svg(height, parts) + draw_legend(
+        keys + ([("a move", "var(--text)")] if moves else [])
+    )
 
 
 def assign_lanes(spans: Sequence[RoleSpan], worker: str) -> list[tuple[int, int, RoleSpan]]:

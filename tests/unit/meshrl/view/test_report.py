@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ from meshrl.view.report.charts import Figure, Series
 from meshrl.view.report.report import RunResult, list_planned_moves, summarize
 from meshrl.view.report.report_page import render_page
 from meshrl.view.report.summary_table import list_facts
+from meshrl.view.report.trajectory_table import select_report_samples
 from tests.load import scaled
 
 ACCOUNT = {
@@ -119,6 +121,7 @@ ROWS: list[dict[str, Any]] = [
         "reward_spread": 0.2,
         "entropy": 1.5,
         "kl": 1e-4,
+        "loss": -0.1,
         "grad_norm": 0.5,
         "clipped_high": 0.01,
         "clipped_low": 0.02,
@@ -166,14 +169,18 @@ class _Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.outside: list[str] = []
+        self.elements: list[dict[str, str]] = []  # attributes, with the name as `tag`
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "!doctype"):
+        if tag not in ("meta", "!doctype", "input"):
             self.open.append(tag)
-        self.outside += [v or "" for k, v in attrs if k in ("src", "href")]
+        self.handle_startendtag(tag, attrs)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        return None
+        names = [name for name, _ in attrs]
+        assert len(set(names)) == len(names)
+        self.outside += [v or "" for k, v in attrs if k in ("src", "href")]
+        self.elements.append({name: value or "" for name, value in attrs} | {"tag": tag})
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -181,13 +188,74 @@ class _Page(HTMLParser):
 
 def test_report_is_one_self_contained_page() -> None:
     document = JobConfig(name="<b>&").to_document()
-    page = render_page(summary(), ROWS, EVALUATIONS, EVENTS, document)
+    page = render_page(summary(), ROWS, EVALUATIONS, EVENTS, document, kept_samples=SAMPLES)
     parsed = _Page()
     parsed.feed(page)
     assert parsed.open == []
     assert parsed.outside == []
+    assert not re.search(r"https?://|@import|url\(", page)
     assert "<b>&" not in page
-    assert page.count("<svg") == 13
+    assert page.count("<svg") == 14
+    ids = [element["id"] for element in parsed.elements if "id" in element]
+    assert sorted(ids) == sorted(set(ids))
+    variables = set(re.findall(r"(--\w+)", page))
+    assert variables == set(re.findall(r"(--\w+):", page)), "every colour is defined"
+    assert re.findall(r'name="viewport" content="[^"]+"', page) and "prefers-color-scheme" in page
+
+
+def test_charts_carry_the_values_that_the_pointer_shows() -> None:
+    chart = _Page()
+    values = [Series("<a>", [(1.0, 0.12345), (2.0, float("nan")), (3.0, -1e9)])]
+    chart.feed(charts.draw_line_chart([*values, Series("none", [])], "step"))
+    [line] = [element for element in chart.elements if element["tag"] == "polyline"]
+    assert (line["data-x"], line["data-y"], line["data-name"]) == ("1 3", "0.1235 -1e+09", "<a>")
+    assert len(line["points"].split()) == 2
+    single = charts.draw_line_chart([Series("one", [(1.0, 0.5)])], "step")
+    assert single.count("<circle") == 1  # a line of one point is invisible
+
+
+def sample(step: int, reward: float | None, group: int = 0, **more: Any) -> dict[str, Any]:
+    turns = [{"role": "model", "text": "<b>4", "stop": "]"}]
+    found = {"at": float(step), "step": step, "group": group, "member": 1, "why": ["best"]}
+    found |= {"reward": reward, "ending": "done", "error": "", "tokens": 9, "sampled": 4}
+    found |= {"versions": [step], "staleness": 0, "row": {}, "prompt": "2 <+> 2", "turns": turns}
+    return found | {"set": "train"} | more
+
+
+EVALUATED: dict[str, Any] = {"evaluation": "before", "set": "held_out.greedy"}
+SAMPLES = [sample(0, 0.5, (1 << 40) + 7, **EVALUATED), sample(1, None), sample(2, 0.25)]
+
+
+def test_trajectories_are_the_last_section_newest_first_and_filterable() -> None:
+    page = render_page(summary(), ROWS, [], EVENTS, JobConfig().to_document(), 0, SAMPLES)
+    title, table = page.split("<h2>")[-1].split("</h2>")
+    parsed = _Page()
+    parsed.feed(table.split("<script>")[0])
+    rows = [element for element in parsed.elements if "data-reward" in element]
+    assert title == "Trajectories"
+    assert [(r["data-step"], r["data-reward"], r["data-set"]) for r in rows] == [
+        ("2", "0.25", "train"),
+        ("1", "", "train"),
+        ("0", "0.5", "before, held_out.greedy"),
+    ]
+    assert {r["data-outcome"] for r in rows} == {"done"}
+    assert "held_out.greedy, row 7.1" in table and str(1 << 40)[:6] not in table
+    assert "2 &lt;+&gt; 2" in table and "<b>4" not in table
+    names = {e["name"] for e in parsed.elements if e["tag"] in ("input", "select")}
+    assert names == {"text", "set", "outcome"} | {
+        f"{what}_{side}" for what in ("step", "reward") for side in ("from", "to")
+    }
+    assert names <= set(re.findall(r"wanted\.(\w+)", report_page.SCRIPT)), "the script reads them"
+
+
+def test_table_has_the_first_and_last_evaluations_and_some_of_all_training() -> None:
+    evaluated = [sample(n, 1.0, **EVALUATED | {"evaluation": f"step-{n}"}) for n in range(5)]
+    found = select_report_samples([*(sample(n, 0.0) for n in range(1001)), *evaluated])
+    assert {s["evaluation"] for s in found if "evaluation" in s} == {"step-0", "step-3", "step-4"}
+    trained = [s["step"] for s in found if "evaluation" not in s]
+    assert 100 <= len(trained) <= 201 and (trained[0], trained[-1]) == (0, 1000)
+    assert [s["at"] for s in found] == sorted(s["at"] for s in found)
+    assert "no trajectory" in render_page(summary(), [], [], EVENTS, JobConfig().to_document())
 
 
 def test_step_health_is_charted_from_rows_and_events() -> None:
@@ -198,6 +266,7 @@ def test_step_health_is_charted_from_rows_and_events() -> None:
         "Reward spread",
         "Entropy",
         "KL divergence, nats",
+        "Loss",
         "Gradient norm",
         "Clipped tokens, share",
         "Tokens a second",
@@ -238,7 +307,9 @@ def test_only_the_page_of_a_running_job_refreshes() -> None:
     document = JobConfig().to_document()
     ended = render_page(summary(), ROWS, EVALUATIONS, EVENTS, document)
     live = render_page(summary(), ROWS, EVALUATIONS, EVENTS, document, refresh_s=10)
-    assert "http-equiv" not in ended and '<meta http-equiv="refresh" content="10">' in live
+    refresh = '<noscript><meta http-equiv="refresh" content="10"></noscript>'
+    assert "http-equiv" not in ended and refresh in live
+    assert "data-reload" not in ended and '<body data-reload="10">' in live
 
 
 def test_timeline_has_a_span_for_each_state_of_an_instance() -> None:

@@ -18,7 +18,7 @@ from meshrl.view.history.sample_files import (
     read_samples,
     split_parts,
 )
-from meshrl.view.report.report_page import render_trajectories
+from meshrl.view.report.trajectory_table import render_trajectories
 
 
 def sample(n: int, reward: float | None, step: int = 1, **more: Any) -> dict[str, Any]:
@@ -138,10 +138,10 @@ def test_new_and_restarted_sample_files_are_followed(run: Path) -> None:
     assert [s["group"] for s in read_samples(run)] == [0, 1, 2, 3]
 
 
-def test_report_escapes_the_text_of_evaluation_trajectories() -> None:
+def test_heading_and_report_show_evaluated_trajectories() -> None:
     more: dict[str, Any] = {"set": "held_out.greedy", "evaluation": "step-10"}
     page = render_trajectories([sample(0, 0.5), sample(1, 1.0, **more), sample(2, None, **more)])
-    assert page.count("<details>") == 2
+    assert page.count("<details>") == 3
     assert "it is &lt;1&gt;" in page and "no reward | reward: raised: ValueError" in page
     assert format_heading(sample(1, 1.0, **more)).startswith(
         "step 1 | evaluation step-10, held_out.gr"
