@@ -13,7 +13,7 @@ from meshrl.view.report.charts import Figure, Series
 
 Points = list[tuple[float, float]]
 # Figures of the policy that samples.
-SAMPLING_TITLES = ("Reward spread", "KL divergence, nats", "Clipped tokens, share")
+SAMPLING_TITLES = ("Reward spread", "Loss", "KL divergence, nats", "Clipped tokens, share")
 StepRows = Sequence[Mapping[str, Any]]
 
 
