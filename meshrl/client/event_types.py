@@ -1,12 +1,15 @@
 """Types of the events of a job, by kind, with the fields of each.
 
 `match event: case StepEvent(): ...` tells the kind. Kinds without a type here are plain `Event`s:
-docs/operate/monitoring.md lists them. A job of an earlier version may lack newer fields.
+docs/operate/monitoring.md lists them. Events may have further fields, for MeshRL's own use; those
+of earlier versions may lack newer ones.
 """
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from meshrl.common.state.events import Event
 
