@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from dataclasses import replace
@@ -36,7 +37,6 @@ def fetch_split(source: DataSource) -> list[RowFile]:
     if f"{name}.py" in snapshot.sizes:
         raise ConfigError(
             f"{source.path}: the dataset needs its script {name}.py, and scripts are not run",
-            where=source.key,
             fix=f"Set {key} = {CONVERTED_REVISION!r}, where the Hub has most of them as Parquet",
         )
     described = snapshot.fetch(n for n in DESCRIPTION_FILES if n in snapshot.sizes)
@@ -71,9 +71,9 @@ def find_split(directory: Path, source: DataSource, owner: str) -> list[str]:
                 raise _make_config_error(source, owner, configs)
             builder = datasets.load_dataset_builder(str(root), config, cache_dir=scratch)
         except (OSError, ValueError, RuntimeError, TypeError, YAMLError, BadZipFile) as error:
+            why = str(error).replace(str(root), owner)
             raise ConfigError(
-                f"{owner}: the package datasets finds no rows: {error}",
-                where=source.key,
+                f"{owner}: the package datasets finds no rows: {why}",
                 fix="Name the files instead: JSONL, JSON, CSV or Parquet",
             ) from error
     splits = {str(split): list(files) for split, files in builder.config.data_files.items()}
@@ -83,7 +83,6 @@ def find_split(directory: Path, source: DataSource, owner: str) -> list[str]:
     if other := [name for name in names if get_format_suffix(name) not in READERS]:
         raise ConfigError(
             f"{owner}: the file {other[0]} has none of the formats {', '.join(READERS)}",
-            where=source.key,
             fix="Convert it, for example with Dataset.to_parquet of the package datasets",
         )
     return [str(name) for name in names]
@@ -122,7 +121,8 @@ def _import_datasets(source: DataSource) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{source.path}: the package datasets, which finds its files, is not installed",
-            where=source.key,
             fix="Run `pip install 'meshrl[data]'`",
         ) from error
+    # A description without metadata is no mistake.
+    logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)
     return datasets

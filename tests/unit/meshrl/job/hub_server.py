@@ -56,6 +56,7 @@ class HubServer:
     faults: list[Fault] = field(default_factory=list)
     requests: list[tuple[str, str]] = field(default_factory=list)  # (method, path)
     sent_bytes: int = 0
+    claimed_sizes: dict[str, int] = field(default_factory=dict)  # of files, by name
     _commits: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     _blobs: dict[str, bytes] = field(default_factory=dict)
 
@@ -168,7 +169,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         commit, files = found
         siblings = [
-            {"rfilename": n, "size": len(c), "blobId": _get_etag(c)} for n, c in files.items()
+            {
+                "rfilename": n,
+                "size": self.hub.claimed_sizes.get(n, len(c)),
+                "blobId": _get_etag(c),
+            }
+            for n, c in files.items()
         ]
         if part == "tree":
             entries = [
