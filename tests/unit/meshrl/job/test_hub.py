@@ -37,7 +37,9 @@ use = "exact"
 [rollout]
 max_tokens = 16
 """
-ROWS = [{"question": f"{i}+1=", "answer": str(i + 1), "extra": {"gold": i + 1}} for i in range(9)]
+ROWS: list[dict[str, Any]] = [
+    {"question": f"{i}+1=", "answer": str(i + 1), "extra": {"gold": i + 1}} for i in range(9)
+]
 README = """\
 ---
 configs:
