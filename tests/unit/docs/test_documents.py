@@ -78,6 +78,14 @@ def units(document: str, heading: str) -> dict[str, str]:
     return found
 
 
+def test_index_and_site_list_every_page() -> None:
+    pages = sorted(str(path.relative_to(DOCS)) for path in DOCS.glob("*/*.md"))
+    index = (DOCS / "README.md").read_text()
+    assert sorted(re.findall(r"\]\((\w+/[\w-]+\.md)\) \|", index)) == pages
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert sorted(re.findall(r"^ +- (\w+/[\w-]+\.md)$", site, re.MULTILINE)) == pages
+
+
 def row() -> dict[str, Any]:
     """Make a step's row with every possible key."""
     ones = BinStats(**{field.name: 1 for field in fields(BinStats)})
