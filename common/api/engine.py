@@ -80,11 +80,10 @@ NO_ADJUSTMENTS = LogitAdjustments()
 
 @message
 class SamplingParams:
-    """Sampling and stop parameters of a batch of requests, except the temperature."""
+    """Sampling and stop parameters that all requests of a batch have in common."""
 
     stop_token_ids: list[int]
     stop_strings: list[str]
-    top_p: float = 1.0  # share of the probability that is kept, likeliest first; 1: all
     top_k: int = 0  # likeliest tokens that are kept; 0: all
     min_p: float = 0.0  # kept: at least so likely as this times the likeliest; 0: all
     adjustments: LogitAdjustments = NO_ADJUSTMENTS
@@ -106,6 +105,7 @@ class SubmitRequests:
     turn_starts: Array  # int32 [n], start of the turn: the context from there on was generated
     max_new_tokens: Array  # int32 [n]
     temperature: Array  # float32 [n], 0: greedy
+    top_p: Array  # float64 [n], share of the probability that is kept, likeliest first; 1: all
     seeds: Array  # int64 [n]
     sampling: SamplingParams
     ended_sessions: Array  # int64, sessions whose slots are free

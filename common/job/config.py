@@ -435,7 +435,21 @@ class WarmStartConfig(ConfigTable):
 
 
 @dataclass(frozen=True)
-class EvaluationDataset(ConfigTable):
+class EvaluationSampling(ConfigTable):
+    """Samples of an evaluation set: those of the held-out set are in `[evaluation]` itself."""
+
+    samples: PositiveInteger = 1  # samples per problem
+    temperature: NonNegativeNumber = 1.0  # 0: greedy
+    top_p: Fraction = 0.0  # retained probability mass; 0: rollout.top_p
+    # maximum length of a trajectory, at most rollout.max_tokens; 0: that
+    max_tokens: NonNegativeInteger = 0
+    # each k of pass@k, at most `samples`
+    pass_at: list[PositiveInteger] = field(default_factory=list)
+    solved: float = 1.0  # minimum reward of a correct sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationDataset(EvaluationSampling):
     """`[[evaluation.datasets]]`: evaluation set beside the held-out one."""
 
     name: FigureName  # prefix of its figures' names
@@ -445,16 +459,11 @@ class EvaluationDataset(ConfigTable):
     split: NonEmptyText = "test"
     columns: dict[str, NonEmptyText] = field(default_factory=dict)
     problems: PositiveInteger = 256  # number of first problems
-    samples: PositiveInteger = 1  # samples per problem
-    temperature: NonNegativeNumber = 1.0  # 0: greedy
-    # each k of pass@k, at most `samples`
-    pass_at: list[PositiveInteger] = field(default_factory=list)
-    solved: float = 1.0  # minimum reward of a correct sample
 
 
 @dataclass(frozen=True)
-class EvaluationConfig(ConfigTable):
-    """`[evaluation]`: evaluations and their schedule."""
+class EvaluationConfig(EvaluationSampling):
+    """`[evaluation]`: evaluations and their schedule, and samples of the held-out set."""
 
     every: NonNegativeInteger = 10  # steps between evaluations; 0: only before and after
     before: bool = True

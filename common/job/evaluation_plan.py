@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, fsum, isclose
 
-from meshrl.common.job.config import EvaluationConfig, EvaluationDataset, JobConfig
+from meshrl.common.job.config import EvaluationConfig, EvaluationSampling, JobConfig
 
 HELD_OUT = "held_out"  # the set of dataset.held_out
 SAMPLED, GREEDY = f"{HELD_OUT}.sampled", f"{HELD_OUT}.greedy"
 LOSS = f"{HELD_OUT}.loss"  # lower is better
+NAMED_APART = frozenset({SAMPLED, GREEDY, LOSS})  # figures that views show by short names
 LOSS_METRIC = "held_out_loss"  # of a step
 BEFORE, AFTER = "before", "after"
 TOLERANCE = 1e-9  # for the rounding of sums of floats
@@ -82,10 +83,14 @@ def is_comparable(missing: int, samples: int) -> bool:
 
 def list_figures(config: EvaluationConfig, held_out: bool) -> list[str]:
     """Return the names of all figures of a job; `held_out`: it has that set."""
-    found = [SAMPLED, GREEDY] if held_out else []
+    found = [SAMPLED, GREEDY, *_list_pass_figures(HELD_OUT, config)] if held_out else []
     for dataset in config.datasets:
-        found += [f"{dataset.name}.mean", *(f"{dataset.name}.pass@{k}" for k in dataset.pass_at)]
+        found += [f"{dataset.name}.mean", *_list_pass_figures(dataset.name, dataset)]
     return found
+
+
+def _list_pass_figures(name: str, sampling: EvaluationSampling) -> list[str]:
+    return [f"{name}.pass@{k}" for k in sampling.pass_at]
 
 
 def estimate_pass_at(k: int, samples: int, solved: int) -> float:
@@ -110,20 +115,21 @@ def compute_mean(rewards: Sequence[float]) -> float:
 
 
 def compute_figures(
-    dataset: EvaluationDataset, rewards: Sequence[Sequence[float]]
+    mean_name: str, sampling: EvaluationSampling, rewards: Sequence[Sequence[float]]
 ) -> dict[str, float]:
     """Return the figures of a dataset from the rewards of each problem's samples.
 
+    `mean_name` is the name of the mean, as in `NAME.mean`; the other names begin like it.
     Samples that failed by typed errors are not included. A problem with fewer than k samples does
     not count for pass@k. Figures without any problem are left out.
     """
-    name = dataset.name
+    name = mean_name.rpartition(".")[0]
     every = [reward for problem in rewards for reward in problem]
-    found = {f"{name}.mean": compute_mean(every)} if every else {}
-    for k in dataset.pass_at:
+    found = {mean_name: compute_mean(every)} if every else {}
+    for k in sampling.pass_at:
         each = [
             estimate_pass_at(
-                k, len(problem), sum(is_solved(reward, dataset.solved) for reward in problem)
+                k, len(problem), sum(is_solved(reward, sampling.solved) for reward in problem)
             )
             for problem in rewards
             if len(problem) >= k

@@ -92,6 +92,7 @@ def submission(
         turn_starts=lengths,
         max_new_tokens=np.full(len(prompts), max_new, np.int32),
         temperature=np.full(len(prompts), temperature, np.float32),
+        top_p=np.ones(len(prompts)),
         seeds=np.array(ids, np.int64),
         sampling=SamplingParams([], []),
         ended_sessions=np.array(ended, np.int64),

@@ -261,6 +261,7 @@ class EngineService(Actor):
             batch.turn_starts.tolist(),
             batch.max_new_tokens.tolist(),
             batch.temperature.tolist(),
+            batch.top_p.tolist(),
             batch.seeds.tolist(),
             strict=True,
         )
@@ -273,7 +274,7 @@ class EngineService(Actor):
                 stop_ids=stop,
                 seed=seed,
                 session=session,
-                top_p=how.top_p,
+                top_p=top_p,
                 top_k=how.top_k,
                 min_p=how.min_p,
                 adjustments=how.adjustments,
@@ -282,7 +283,7 @@ class EngineService(Actor):
                 wants_raw_logprobs=how.wants_raw_logprobs,
                 adapter=how.adapter,
             )
-            for identity, session, start, end, begin, most, temperature, seed in columns
+            for identity, session, start, end, begin, most, temperature, top_p, seed in columns
         ]
 
     def _check_not_draining(self) -> None:

@@ -7,18 +7,18 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from meshrl.common.job.config import EvaluationSampling
 from meshrl.common.job.evaluation_plan import (
     HELD_OUT,
     LOSS,
     LOSS_METRIC,
     EvaluationPlan,
     compute_figures,
-    compute_mean,
     is_comparable,
     is_loss_due,
 )
@@ -30,7 +30,6 @@ from meshrl.services.rollout.shard_job import ShardJob
 from meshrl.services.rollout.trajectories.failures import OTHER_KIND
 from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 
-TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # sampling modes of the held-out set
 MAX_SETS = 64  # datasets and modes of one version with their own groups
 LINEAGE_BIT, LINEAGE_COUNT = (
     45,
@@ -82,18 +81,16 @@ class EvaluationRun:
         result: dict[str, Any] = {"version": plan.version, "problems": len(problems)}
         shares: dict[str, float] = {}
         for mode in plan.sampling_modes if problems else ():
-            drawn = await self._sample_set(f"{HELD_OUT}.{mode}", problems, 1, TEMPERATURES[mode])
-            shares[f"{HELD_OUT}.{mode}"] = drawn.valid_share
-            if drawn.all_rewards:
-                result[mode] = compute_mean(drawn.all_rewards)
-                self._figures[f"{HELD_OUT}.{mode}"] = result[mode], drawn
+            sampling: EvaluationSampling = settings
+            if mode == "greedy":
+                sampling = replace(settings, samples=1, temperature=0.0, pass_at=[])
+            name = f"{HELD_OUT}.{mode}"
+            shares |= await self._evaluate_set(name, name, problems, sampling)
+            if name in self._figures:
+                result[mode] = self._figures[name][0]
         for dataset in settings.datasets if plan.sampling_modes else ():
             rows = shard.job.read_file_rows(dataset.path)[: dataset.problems]
-            drawn = await self._sample_set(dataset.name, rows, dataset.samples, dataset.temperature)
-            found = compute_figures(dataset, drawn.rewards)
-            shares |= dict.fromkeys(found or [f"{dataset.name}.mean"], drawn.valid_share)
-            for name, figure in found.items():
-                self._figures[name] = figure, drawn
+            shares |= await self._evaluate_set(dataset.name, f"{dataset.name}.mean", rows, dataset)
         loss = await self._read_loss()
         lengths = [length for drawn in self._sampled_sets for length in drawn.lengths]
         result |= {
@@ -123,6 +120,20 @@ class EvaluationRun:
         )
         return next((row.get(LOSS_METRIC) for row in rows if row["step"] == version), None)
 
+    async def _evaluate_set(
+        self,
+        name: str,
+        mean_name: str,
+        rows: Sequence[dict[str, Any]],
+        sampling: EvaluationSampling,
+    ) -> dict[str, float]:
+        """Sample a set, add its figures, and return the share of valid samples of each."""
+        drawn = await self._sample_set(name, rows, sampling)
+        found = compute_figures(mean_name, sampling, drawn.rewards)
+        for figure_name, figure in found.items():
+            self._figures[figure_name] = figure, drawn
+        return dict.fromkeys(found or [mean_name], drawn.valid_share)
+
     def _choose_best_value(self, best: str) -> float | None:
         """Return the figure that selects the best version; None if it is not comparable."""
         if best not in self._figures:
@@ -141,9 +152,9 @@ class EvaluationRun:
         return None
 
     async def _sample_set(
-        self, name: str, rows: Sequence[dict[str, Any]], samples: int, temperature: float
+        self, name: str, rows: Sequence[dict[str, Any]], sampling: EvaluationSampling
     ) -> SampledSet:
-        """Sample `samples` trajectories per row of a set, on engines at the version or newer."""
+        """Sample trajectories for each row of a set, on engines at the version or newer."""
         shard, version = self._shard, self._plan.version
         base = FIRST_EVALUATION_GROUP + (((version + 1) * MAX_SETS + self._set_count) << 20)
         # Engines must not reuse the KV cache of one lineage's evaluation for the next lineage's.
@@ -152,12 +163,14 @@ class EvaluationRun:
         every = [
             [
                 Trajectory(base + i, member, i, version, shard.compute_seed(base + i, member))
-                for member in range(samples)
+                for member in range(sampling.samples)
             ]
             for i in range(len(rows))
         ]
         for t in itertools.chain(*every):
-            t.is_recorded, t.temperature = False, temperature
+            t.is_recorded, t.temperature = False, sampling.temperature
+            t.top_p = sampling.top_p or shard.config.rollout.top_p
+            t.max_tokens = sampling.max_tokens
         each = [(t, row) for ts, row in zip(every, rows, strict=True) for t in ts]
         await run_all(shard.runner.run(t, row) for t, row in each)
         drawn = SampledSet([[] for _ in rows])

@@ -45,7 +45,7 @@ from meshrl.services.rollout.trajectories.turn_player import TurnPlayer
 from meshrl.services.rollout.work_counters import IN_FLIGHT, ShardWorkCounters, TrajectoryTracer
 
 FIRST_EVALUATION_GROUP = 1 << 40  # evaluation groups are numbered from here, and are not recorded
-TOO_LONG_FIX = "Remove rows longer than rollout.max_tokens = {}, or raise it"
+TOO_LONG_FIX = "Remove rows longer than {}.max_tokens = {}, or raise it"
 SUPERVISED_REWARD = 1.0  # reward of every sft answer
 
 
@@ -91,11 +91,14 @@ class TrajectoryRunner:
         return SamplingParams(
             stop_token_ids=[] if forced else find_stop_token_ids(tokenizer, rollout.stop),
             stop_strings=[] if forced else rollout.stop_text,
-            top_p=rollout.top_p,
             top_k=rollout.top_k,
             min_p=rollout.min_p,
             adjustments=build_adjustments(tokenizer, rollout),
         )
+
+    def find_max_tokens(self, trajectory: Trajectory) -> int:
+        """Return the maximum length of a trajectory, prompt included."""
+        return trajectory.max_tokens or self.config.rollout.max_tokens
 
     @property
     def active_trajectories(self) -> list[Trajectory]:
@@ -168,12 +171,12 @@ class TrajectoryRunner:
         try:
             if t.length == 0:
                 prompt = await self.environment_pool.begin(t.id, row)
-                most = self.config.rollout.max_tokens
+                most = self.find_max_tokens(t)
                 if len(prompt) >= most:
                     raise TrajectoryFailed(
                         f"row {t.row}: its prompt has {len(prompt)} tokens",
                         kind="prompt too long",
-                        fix=TOO_LONG_FIX.format(most),
+                        fix=TOO_LONG_FIX.format("evaluation" if t.max_tokens else "rollout", most),
                     )
                 t.set_prompt(prompt)
                 if t.is_recorded:
@@ -248,7 +251,8 @@ class JobTurnPlayer(TurnPlayer):
         self, runner: TrajectoryRunner, assignment: Assignment, row: dict[str, Any]
     ) -> None:
         rollout = runner.config.rollout
-        super().__init__(assignment.trajectory, rollout.max_tokens, rollout.max_turns)
+        t = assignment.trajectory
+        super().__init__(t, runner.find_max_tokens(t), rollout.max_turns)
         self._runner, self._assignment, self._row = runner, assignment, row
 
     def _build_replay(self, answered: bool = False) -> Any:
@@ -257,7 +261,7 @@ class JobTurnPlayer(TurnPlayer):
 
     async def generate(self) -> FinishReason:
         t, config = self.trajectory, self._runner.config
-        limit, forced = config.rollout.max_tokens, config.rollout.forced_lengths
+        limit, forced = self.max_tokens, config.rollout.forced_lengths
         if forced:
             index = t.group * config.algorithm.group_size + t.member
             limit = min(t.prompt_length + forced[index % len(forced)], limit)
@@ -324,7 +328,8 @@ async def fill_supervised(
         length = sum(len(ids) for ids, _ in pieces)
         if length > max_tokens:
             raise ToolFailed(
-                f"prompt and answer have {length} tokens", fix=TOO_LONG_FIX.format(max_tokens)
+                f"prompt and answer have {length} tokens",
+                fix=TOO_LONG_FIX.format("rollout", max_tokens),
             )
     except ToolFailed as error:
         trajectory.outcome = TrajectoryOutcome("failed", None, f"row {trajectory.row}: {error}")

@@ -276,6 +276,7 @@ class ShardJob:
         ]
         for t in members:
             t.row, t.temperature = row_number, self.config.rollout.temperature
+            t.top_p = self.config.rollout.top_p
             # the ledger's version may be of an abandoned lineage
             t.version = min(t.version, version)
         await run_all(self._run_member(t, row) for t in members)

@@ -45,6 +45,15 @@ def add_system_prompt(prompt: Any, system: str) -> Any:
     return [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
 
 
+def extract_text(value: Any) -> str:
+    """Return the text of a prompt; for messages, all their texts."""
+    if isinstance(value, list):
+        return "".join(extract_text(message) for message in value)
+    if isinstance(value, dict):  # a message, or a part of one
+        return extract_text(value.get("content", value.get("text")))
+    return value if isinstance(value, str) else ""
+
+
 def parse_message(
     value: Any, name: str, roles: Sequence[str] = (), has_filled_nulls: bool = False
 ) -> Message:

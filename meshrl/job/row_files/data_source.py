@@ -24,6 +24,11 @@ class DataSource:
     revision: str = ""
     columns: Mapping[str, str] = field(default_factory=dict)  # row key -> existing, dotted key
 
+    @property
+    def is_trained(self) -> bool:
+        """True for a source of training rows."""
+        return self.key == "dataset.train"
+
     def get_option_key(self, option: str) -> str:
         """Return the job key of an option: `split`, `config`, `revision` or `columns`."""
         if option == "split" and self.key in SPLIT_KEYS:

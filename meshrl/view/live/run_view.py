@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.common.base.host.terminal import escaped_output
-from meshrl.common.job.evaluation_plan import GREEDY, HELD_OUT, LOSS, LOSS_METRIC, SAMPLED
+from meshrl.common.job.evaluation_plan import GREEDY, LOSS, LOSS_METRIC, NAMED_APART, SAMPLED
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.view.guard import WarningGuard
@@ -421,8 +421,8 @@ def format_held_out(evaluation: Evaluation) -> str:
 
 
 def format_other_figures(evaluation: Evaluation) -> str:
-    """Return the figures of the datasets other than the held-out set."""
-    others = {k: v for k, v in evaluation.figures.items() if not k.startswith(f"{HELD_OUT}.")}
+    """Return the figures without those of the held-out set that have short names."""
+    others = {k: v for k, v in evaluation.figures.items() if k not in NAMED_APART}
     return format_figures(others, evaluation.scored_shares)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from meshrl.common.job.evaluation_plan import HELD_OUT, LOSS_METRIC
+from meshrl.common.job.evaluation_plan import LOSS_METRIC, NAMED_APART
 from meshrl.common.state.events import Event
 from meshrl.view.history.run_snapshot import Evaluation, is_supervised_step
 from meshrl.view.report.charts import Figure, Series
@@ -54,8 +54,8 @@ def make_learning_figure(rows: StepRows, evaluations: Sequence[Evaluation]) -> F
 
 
 def make_evaluation_figures(evaluations: Sequence[Evaluation]) -> list[Figure]:
-    """Return the figures of the datasets other than the held-out set, if any."""
-    names = {n: 0 for e in evaluations for n in e.figures if not n.startswith(f"{HELD_OUT}.")}
+    """Return the figures other than the means of the held-out set, if any."""
+    names = {n: 0 for e in evaluations for n in e.figures if n not in NAMED_APART}
     curves = [
         Series(
             n, [(float(e.step), e.figures[n]) for e in evaluations if n in e.figures], has_dots=True

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from meshrl.common.job.evaluation_plan import HELD_OUT
+from meshrl.common.job.evaluation_plan import NAMED_APART
 from meshrl.view.health.findings import has_failure, parse_findings
 from meshrl.view.history.job_failures import (
     FailureKind,
@@ -114,7 +114,7 @@ def _list_evaluations(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the best version, if the job selects one, and the last evaluation elsewhere."""
     every = summary["evaluations"]
     best = [e for e in every if e["step"] == summary["best_version"]]
-    last = [e for e in every if any(not n.startswith(f"{HELD_OUT}.") for n in e["figures"])]
+    last = [e for e in every if e["figures"].keys() - NAMED_APART]
     return [
         (what, f"{e['step']}: {format_figures(e['figures'], e.get('shares', {}))}")
         for what, rows in (("best version", best), ("evaluated last", last))

@@ -302,6 +302,7 @@ class EngineLink:
             turn_starts=np.array([t.turn_start for t in ts], np.int32),
             max_new_tokens=np.array([max_new for _, max_new in batch], np.int32),
             temperature=np.array([t.temperature for t in ts], np.float32),
+            top_p=np.array([t.top_p for t in ts], np.float64),
             seeds=np.array([t.seed for t in ts], np.int64),
             sampling=self._sampling,
             ended_sessions=np.fromiter(ended_sessions, np.int64),

@@ -191,7 +191,8 @@ class Trajectory(TokenBuffer):
         self.outcome: TrajectoryOutcome | None = None
         self.last_observation: list[int] = []  # a last observation, without a following turn
         self.is_recorded = True  # training trajectories are in the ledger, evaluation is not
-        self.temperature = 1.0
+        self.temperature, self.top_p = 1.0, 1.0
+        self.max_tokens = 0  # its maximum length, prompt included; 0: rollout.max_tokens
         self.stopwatch: NullStopwatch = NULL_STOPWATCH  # measures the time by state
         self.scores: dict[str, np.ndarray] = {}  # frozen models' scores, one per token
 

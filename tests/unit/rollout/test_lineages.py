@@ -23,6 +23,7 @@ from meshrl.common.job.config import (
     EvaluationDataset,
     JobConfig,
     RewardConfig,
+    RolloutConfig,
 )
 from meshrl.common.job.evaluation_plan import EvaluationPlan
 from meshrl.common.mesh.process.host import SystemHost
@@ -205,26 +206,38 @@ class RetainedEvaluation(EvaluationRun):
     result: dict[str, Any]
     value: float | None
     under_way: set[int]  # trajectories
+    limits: dict[float, tuple[float, int]]  # temperature -> top_p and max_tokens
 
     async def _record(self, result: dict[str, Any], value: float | None) -> None:
         self.result, self.value = result, value
 
 
 def evaluation(
-    tmp_path: Path, outcomes: dict[tuple[int, int, float], Any], problems: int = 2
+    tmp_path: Path,
+    outcomes: dict[tuple[int, int, float], Any],
+    problems: int = 2,
+    **held_out: Any,
 ) -> RetainedEvaluation:
     """Run an evaluation on two held-out problems and a set of `problems` with two samples of each.
 
     Args:
         outcomes: (reward or None, version) by prompt, member and temperature, an error or an event
             to wait for; otherwise reward 1 at the version.
+        held_out: keys of the held-out set's sampling.
     """
     (tmp_path / "more.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(problems + 1)))
     dataset = EvaluationDataset(
-        "more", "more.jsonl", problems=problems, samples=2, temperature=0.5, pass_at=[1, 2]
+        name="more",
+        path="more.jsonl",
+        problems=problems,
+        samples=2,
+        temperature=0.5,
+        top_p=0.5,
+        pass_at=[1, 2],
     )
     config = JobConfig(
-        evaluation=EvaluationConfig(problems=2, datasets=[dataset], best="more.pass@1"),
+        evaluation=EvaluationConfig(problems=2, datasets=[dataset], best="more.pass@1", **held_out),
+        rollout=RolloutConfig(top_p=0.9),
         budget=BudgetConfig(steps=9),
     )
     shard = ShardJob.__new__(ShardJob)
@@ -233,10 +246,12 @@ def evaluation(
     shard.held_out = [{"n": 0}, {"n": 1}, {"n": 2}]
     seen_ids: set[int] = set()
     under_way: set[int] = set()
+    limits: dict[float, tuple[float, int]] = {}
 
     async def run(t: Trajectory, row: dict[str, Any]) -> None:
         assert t.id not in seen_ids and not t.is_recorded and row["n"] == t.prompt
         seen_ids.add(t.id)
+        limits[t.temperature] = t.top_p, t.max_tokens
         under_way.add(t.id)
         try:
             outcome = outcomes.get((t.prompt, t.member, t.temperature), (1.0, VERSION))
@@ -261,7 +276,7 @@ def evaluation(
     )
     shard.samples = SampleWriter(shard.mesh, shard.job, Transcript(str, (), ()))
     made = RetainedEvaluation(shard, PLAN, LINEAGE)
-    made.under_way = under_way
+    made.under_way, made.limits = under_way, limits
     return made
 
 
@@ -292,6 +307,23 @@ async def test_result_covers_only_samples_of_its_version(tmp_path: Path) -> None
     assert (shares["held_out.sampled"], shares["held_out.greedy"]) == (1.0, 0.5)
     assert shares["more.mean"] == shares["more.pass@1"] == 3 / 4
     assert made.result["reasons"] == {"of another version": 1, "failed": 1}
+
+
+async def test_each_set_is_sampled_by_its_own_parameters(tmp_path: Path) -> None:
+    outcomes = {(0, member, 0.7): (float(member == 2), VERSION) for member in range(3)}
+    sampling = {"samples": 3, "temperature": 0.7, "max_tokens": 9, "pass_at": [1, 3]}
+    made = evaluation(tmp_path, outcomes, **sampling)
+    await made.run()
+    assert made.limits == {0.7: (0.9, 9), 0.0: (0.9, 9), 0.5: (0.5, 0)}
+    held_out = {k: v for k, v in made.result["figures"].items() if k.startswith("held_out")}
+    assert held_out == pytest.approx(
+        {
+            "held_out.sampled": 4 / 6,
+            "held_out.pass@1": 4 / 6,
+            "held_out.pass@3": 1.0,
+            "held_out.greedy": 1.0,
+        }
+    )
 
 
 @pytest.mark.parametrize("lost", [(None, VERSION), (1.0, VERSION + 1)], ids=["failed", "mixed"])

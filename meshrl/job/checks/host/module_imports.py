@@ -23,7 +23,7 @@ from typing import Any
 
 from meshrl.common.base.errors import ConfigError, MeshError
 from meshrl.common.mesh.process.entry import child
-from meshrl.common.model.chat.messages import parse_conversation
+from meshrl.common.model.chat.messages import extract_text, parse_conversation
 from meshrl.job import bundle
 from meshrl.job.checks.host import import_probe, tokens
 from meshrl.job.checks.host.error_texts import raise_combined
@@ -225,10 +225,10 @@ class _ImportProbe:
         try:
             tokenizer = tokens.load_job_tokenizer(self.job)
             counted = prompt_lengths.count_tokens(
-                self.job, key, location, prompt_lengths.extract_text(prompt), tokenizer
+                self.job, key, location, extract_text(prompt), tokenizer
             )
-            self.text_problems.add_row(key, location, [prompt_lengths.extract_text(prompt)])
-            if counted + 1 > self.job.config.rollout.max_tokens:
+            self.text_problems.add_row(key, location, [extract_text(prompt)])
+            if counted + 1 > prompt_lengths.find_limit(self.job, key)[1]:
                 prompt_lengths.raise_too_long(self.job, key, [(location, counted)])
         except ConfigError as error:
             yield error

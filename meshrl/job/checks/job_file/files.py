@@ -12,6 +12,7 @@ from meshrl.common.grading.row_values import find_value
 from meshrl.common.model.tokens.tokenizer import list_companion_files
 from meshrl.job import dataset_rows, demonstrations, references, row_keys
 from meshrl.job.checks.job_file.algorithm import REWARDLESS_ALGORITHMS
+from meshrl.job.checks.job_file.contamination import OverlapFinder
 from meshrl.job.checks.job_file.demonstrations import check_supervised_row
 from meshrl.job.job_file import MESSAGE_WITH_FIX, JobFile, get_value
 from meshrl.job.row_files.data_source import DataSource
@@ -54,7 +55,7 @@ def _suggest_tokenizer_fix(directory: Path) -> str:
 def check_datasets(job: JobFile) -> None:
     """Check that each dataset has rows with the keys that rewards read, or an answer to learn.
 
-    No row may be both trained on and held out.
+    No row of an evaluation set may be trained on.
     """
     config = job.config
     if not (config.dataset.train or config.environment.verifiers):
@@ -64,23 +65,22 @@ def check_datasets(job: JobFile) -> None:
             "Set dataset.train to a JSONL or Parquet file",
         )
     keys = row_keys.find_required_keys(config, job.base)
-    trained: set[bytes] = set()
+    overlap = OverlapFinder(job)
     for source in job.datasets:
         key, path = source.key, source.path
         if not has_source(source):
             raise job.make_error(key, f"{key}: there is no file {path}")
-        own = set()
+        row = None
         has_text = False
         for row in _read_rows(job, source):
-            own.add(row.identity)
             has_text = has_text or isinstance(find_value(row.value, config.dataset.prompt), str)
-            if key == "dataset.held_out" and row.identity in trained:
-                raise job.make_error(key, f"{row.location} is also in dataset.train")
+            (overlap.add_trained if source.is_trained else overlap.add_evaluated)(row)
             if job.is_supervised(key):
                 check_supervised_row(job, key, row)
             elif wrong := row_keys.find_missing_key(row, keys):
                 raise job.make_error(*wrong)
-        if not own:
+        overlap.raise_found(key, [source for source in job.datasets if source.is_trained])
+        if row is None:
             raise job.make_error(key, f"{key}: {path} has no rows")
         if config.dataset.system and not has_text:
             raise job.make_error(
@@ -88,7 +88,6 @@ def check_datasets(job: JobFile) -> None:
                 f"dataset.system is for prompts that are texts, but all of {key} are messages",
                 "Remove it, and write a message of the role system into each row",
             )
-        trained = own
 
 
 def complete_steps(job: JobFile) -> JobFile:

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 from meshrl.common.base.urls import Url
-from meshrl.common.job.config import JudgeConfig
+from meshrl.common.job.config import EvaluationSampling, JudgeConfig
 from meshrl.common.job.evaluation_plan import (
     HELD_OUT,
     LOSS,
@@ -68,6 +68,21 @@ def load_judge_template(job: JobFile) -> JudgeConfig:
         raise job.make_error("reward.judge.template", wrong) from error
 
 
+def _check_sampling(job: JobFile, table: str, sampling: EvaluationSampling) -> None:
+    """Check that pass@k has samples, and that trajectories fit into the engines."""
+    if any(k > sampling.samples for k in sampling.pass_at):
+        key = f"{table}.pass_at"
+        wrong = f"{key} = {sampling.pass_at} must be between 1 and samples = {sampling.samples}"
+        raise job.make_error(key, wrong)
+    limit = job.config.rollout.max_tokens
+    if sampling.max_tokens > limit or sampling.max_tokens == 1:
+        key = f"{table}.max_tokens"
+        wrong = f"{key} = {sampling.max_tokens} must be between 2 and rollout.max_tokens = {limit}"
+        raise job.make_error(
+            key, wrong, "Lower it, or raise rollout.max_tokens: engines have room for that length"
+        )
+
+
 def check_evaluation(job: JobFile) -> None:
     """Check the evaluation's datasets, and that the best version's figure exists."""
     evaluation, config = job.config.evaluation, job.config
@@ -78,11 +93,8 @@ def check_evaluation(job: JobFile) -> None:
             raise job.make_error(
                 f"{table}.name", f"{table}.name: {d.name!r} is used twice", "Choose another name"
             )
-        if any(k > d.samples for k in d.pass_at):
-            key = f"{table}.pass_at"
-            raise job.make_error(
-                key, f"{key} = {d.pass_at} must be between 1 and samples = {d.samples}"
-            )
+        _check_sampling(job, table, d)
+    _check_sampling(job, "evaluation", evaluation)
     offered = list_figures(
         evaluation, bool(config.dataset.held_out or config.environment.verifiers)
     )

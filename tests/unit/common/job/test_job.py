@@ -30,6 +30,7 @@ from meshrl.common.job.config import (
     DatasetConfig,
     EvaluationConfig,
     EvaluationDataset,
+    EvaluationSampling,
     JobConfig,
     RewardConfig,
 )
@@ -178,20 +179,20 @@ def test_pass_at_k_estimate_is_unbiased() -> None:
 
 
 def test_figures_use_only_the_existing_samples() -> None:
-    dataset = EvaluationDataset("sums", "x", samples=4, pass_at=[1, 4], solved=0.5)
-    figures = compute_figures(dataset, [[1.0, 0.5, 0.0, 0.0], [0.25], []])
+    dataset = EvaluationSampling(samples=4, pass_at=[1, 4], solved=0.5)
+    figures = compute_figures("sums.mean", dataset, [[1.0, 0.5, 0.0, 0.0], [0.25], []])
     assert figures == pytest.approx(
         {"sums.mean": 1.75 / 5, "sums.pass@1": (0.5 + 0.0) / 2, "sums.pass@4": 1.0}
     )
-    assert compute_figures(dataset, [[], []]) == {}
+    assert compute_figures("sums.mean", dataset, [[], []]) == {}
 
 
 def test_reward_below_the_threshold_by_rounding_counts_as_solved() -> None:
-    dataset = EvaluationDataset("sums", "x", samples=1, pass_at=[1])
-    assert compute_figures(dataset, [[0.7 + 0.2 + 0.1]]) == pytest.approx(
+    dataset = EvaluationSampling(samples=1, pass_at=[1])
+    assert compute_figures("sums.mean", dataset, [[0.7 + 0.2 + 0.1]]) == pytest.approx(
         {"sums.mean": 1.0, "sums.pass@1": 1.0}
     )
-    assert compute_figures(dataset, [[0.999]])["sums.pass@1"] == 0.0
+    assert compute_figures("sums.mean", dataset, [[0.999]])["sums.pass@1"] == 0.0
 
 
 def test_mean_of_large_rewards_is_finite() -> None:
@@ -239,10 +240,12 @@ def test_held_out_loss_of_a_supervised_job_is_planned_without_a_reward() -> None
 
 
 def test_figures_are_listed_by_name() -> None:
-    datasets = [EvaluationDataset("a", "x", samples=4, pass_at=[1, 4])]
-    assert list_figures(EvaluationConfig(datasets=datasets), held_out=True) == [
+    datasets = [EvaluationDataset(name="a", path="x", samples=4, pass_at=[1, 4])]
+    evaluation = EvaluationConfig(samples=2, pass_at=[2], datasets=datasets)
+    assert list_figures(evaluation, held_out=True) == [
         "held_out.sampled",
         "held_out.greedy",
+        "held_out.pass@2",
         "a.mean",
         "a.pass@1",
         "a.pass@4",

@@ -148,6 +148,7 @@ class Bench:
                 turn_starts=np.array([len(context)], np.int32),
                 max_new_tokens=np.array([5], np.int32),
                 temperature=np.array([1.0], np.float32),
+                top_p=np.array([1.0]),
                 seeds=np.array([3]),
                 sampling=SamplingParams([], []),
                 ended_sessions=np.zeros(0, np.int64),

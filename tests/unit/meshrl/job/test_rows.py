@@ -277,7 +277,7 @@ def test_held_out_row_in_the_training_set_is_found_across_formats(job: Path) -> 
     parquet_file(
         job.parent / "held.parquet", [{"prompt": "1+3=", "n": 4}, {"n": 2, "prompt": "1+1="}]
     )
-    with pytest.raises(ConfigError, match=r"held\.parquet, row 2 is also in dataset\.train"):
+    with pytest.raises(ConfigError, match=r"held\.parquet, row 2: its prompt is also in .*train"):
         load_config(job, ["dataset.held_out=held.parquet"])
 
 

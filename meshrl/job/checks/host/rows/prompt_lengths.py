@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.grading.row_values import find_value
 from meshrl.common.model.chat.demonstrations import MESSAGES_KEY, is_demonstration
-from meshrl.common.model.chat.messages import add_system_prompt
+from meshrl.common.model.chat.messages import add_system_prompt, extract_text
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import dataset_rows
 from meshrl.job.checks.host.error_texts import join_first
@@ -27,10 +26,9 @@ def check_prompt_lengths(job: JobFile) -> None:
 
     Of a chat only the messages' texts are counted: the format's tokens come on top.
     """
-    config = job.config
     if not job.uses_row_prompts:
         return
-    tokenizer, room = load_job_tokenizer(job), config.rollout.max_tokens
+    tokenizer = load_job_tokenizer(job)
     until = time.monotonic() + TIME_LIMIT_S
     read: dict[str, list[tuple[str, str]]] = {s.key: [] for s in job.scored_datasets}
     for key, row in dataset_rows.TimedRows(job.scored_datasets, TIME_LIMIT_S / 2):
@@ -38,6 +36,7 @@ def check_prompt_lengths(job: JobFile) -> None:
     for key, found in read.items():
         found.sort(key=lambda entry: -len(entry[1]))
         long: list[tuple[str, int]] = []
+        room = find_limit(job, key)[1]
         for place, text in found:
             if time.monotonic() > until:
                 break
@@ -54,11 +53,25 @@ def raise_too_long(job: JobFile, key: str, long: list[tuple[str, int]]) -> None:
     if not long:
         return
     places = [f"{place} ({count} tokens)" for place, count in long]
+    limit_key, room = find_limit(job, key)
     raise job.make_error(
         key,
-        f"{key}: the prompt does not fit in rollout.max_tokens = {job.config.rollout.max_tokens}: "
+        f"{key}: the prompt does not fit in {limit_key} = {room}: "
         + join_first(places, SHOWN_ROWS, " and {} more rows", ", "),
-        "Raise rollout.max_tokens, which counts prompt and answer together, or remove these rows",
+        f"Raise {limit_key}, which counts prompt and answer together, or remove these rows",
+    )
+
+
+def find_limit(job: JobFile, key: str) -> tuple[str, int]:
+    """Return the key and the value of the longest trajectory from rows of the dataset `key`."""
+    evaluation = job.config.evaluation
+    limits = {f"evaluation.datasets[{i}]": d.max_tokens for i, d in enumerate(evaluation.datasets)}
+    table = "evaluation" if key == "dataset.held_out" else key.removesuffix(".path")
+    own = (limits | {"evaluation": evaluation.max_tokens}).get(table, 0)
+    return (
+        (f"{table}.max_tokens", own)
+        if own
+        else ("rollout.max_tokens", job.config.rollout.max_tokens)
     )
 
 
@@ -84,12 +97,3 @@ def extract_texts(job: JobFile, key: str, row: DatasetRow) -> list[str]:
         return [extract_text(row.value[MESSAGES_KEY])]
     prompt = add_system_prompt(find_value(row.value, dataset.prompt), dataset.system)
     return list(map(extract_text, [prompt, answer] if job.is_supervised(key) else [prompt]))
-
-
-def extract_text(value: Any) -> str:
-    """Return the text of a prompt; for messages, all their texts."""
-    if isinstance(value, list):
-        return "".join(extract_text(message) for message in value)
-    if isinstance(value, dict):  # a message, or a part of one
-        return extract_text(value.get("content", value.get("text")))
-    return value if isinstance(value, str) else ""

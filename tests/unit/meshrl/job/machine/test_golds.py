@@ -23,7 +23,7 @@ PATTERN = "reward.options={pattern='(?P<answer>.)'}"
 
 
 def write(place: Path, *golds_: Any, name: str = "train.jsonl", **more: Any) -> None:
-    rows = [{"prompt": str(i), "answer": gold, **more} for i, gold in enumerate(golds_)]
+    rows = [{"prompt": f"{name[0]}{i}", "answer": gold, **more} for i, gold in enumerate(golds_)]
     (place.parent / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -62,7 +62,7 @@ LOGGED = "from solution import f\ndef test_f(caplog):\n    assert f(1) == 2\n"
 
 
 def write_tests(place: Path, *tests: Any, name: str = "train.jsonl") -> None:
-    lines = [json.dumps({"prompt": str(i), "tests": of}) for i, of in enumerate(tests)]
+    lines = [json.dumps({"prompt": f"{name[0]}{i}", "tests": of}) for i, of in enumerate(tests)]
     (place.parent / name).write_text("\n".join(lines) + "\n")
 
 

@@ -1,0 +1,65 @@
+"""Search for evaluation rows that are also trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+
+from meshrl.common.grading.row_values import find_value
+from meshrl.common.model.chat.messages import extract_text
+from meshrl.job import dataset_rows
+from meshrl.job.job_file import JobFile
+from meshrl.job.row_files.data_source import DataSource
+from meshrl.job.row_files.dataset_row import DatasetRow
+
+MAX_SHOWN_CHARS = 60  # characters of a prompt in an error
+
+
+class OverlapFinder:
+    """Finder of evaluation rows with a prompt of a training row.
+
+    Prompts are compared without regard to case, white space and Unicode's forms of a character.
+    Where an environment makes the prompts, whole rows are compared.
+    """
+
+    def __init__(self, job: JobFile) -> None:
+        self._job = job
+        self._trained: set[bytes] = set()
+        self._found: list[DatasetRow] = []
+
+    def add_trained(self, row: DatasetRow) -> None:
+        """Add a training row."""
+        self._trained.add(self._identify(row))
+
+    def add_evaluated(self, row: DatasetRow) -> None:
+        """Compare a row of the present evaluation set with the training rows."""
+        if self._identify(row) in self._trained:
+            self._found.append(row)
+
+    def raise_found(self, key: str, trained: list[DataSource]) -> None:
+        """Raise ConfigError if rows of the evaluation set `key` are trained on, and name both."""
+        if not self._found:
+            return
+        first, *others = self._found
+        identity = self._identify(first)
+        every = (row for source in trained for row in dataset_rows.read_rows(source))
+        other = next(row for row in every if self._identify(row) == identity)
+        also = f"; so are {len(others)} more rows" if others else ""
+        whole = not self._job.uses_row_prompts
+        shown = "" if whole else f": {self._normalize_prompt(first):.{MAX_SHOWN_CHARS}}"
+        raise self._job.make_error(
+            key,
+            f"{first.location}{'' if whole else ': its prompt'} is also in dataset.train "
+            f"({other.location}){shown}{also}",
+            "Remove these rows from one of the two: an evaluation of trained rows measures memory",
+        )
+
+    def _identify(self, row: DatasetRow) -> bytes:
+        if not self._job.uses_row_prompts:
+            return row.identity
+        text = self._normalize_prompt(row)
+        return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).digest()
+
+    def _normalize_prompt(self, row: DatasetRow) -> str:
+        text = extract_text(find_value(row.value, self._job.config.dataset.prompt))
+        return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
