@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
+from itertools import takewhile
+from typing import Any
 
 from meshrl.common.grading.row_values import find_value
+from meshrl.common.model.chat.demonstrations import MESSAGES_KEY
 from meshrl.common.model.chat.messages import extract_text
 from meshrl.job import dataset_rows
 from meshrl.job.job_file import JobFile
@@ -55,11 +58,18 @@ class OverlapFinder:
         )
 
     def _identify(self, row: DatasetRow) -> bytes:
-        if not self._job.uses_row_prompts:
+        text = self._normalize_prompt(row) if self._job.uses_row_prompts else ""
+        if not text:
             return row.identity
-        text = self._normalize_prompt(row)
         return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).digest()
 
     def _normalize_prompt(self, row: DatasetRow) -> str:
-        text = extract_text(find_value(row.value, self._job.config.dataset.prompt))
+        prompt = find_value(row.value, self._job.config.dataset.prompt)
+        if prompt is None and isinstance(messages := row.value.get(MESSAGES_KEY), list):
+            prompt = list(takewhile(lambda message: not _is_learned(message), messages))
+        text = extract_text(prompt)
         return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _is_learned(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
