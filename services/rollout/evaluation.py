@@ -112,9 +112,10 @@ class EvaluationRun:
 
     async def _read_loss(self) -> float | None:
         """Return the held-out loss that the core has committed with the version, if any."""
-        state, job, version = self._shard.mesh.state, self._shard.job.id, self._plan.version
+        version = self._plan.version
         if not is_loss_due(self._shard.config, version):
             return None
+        state, job = self._shard.mesh.state, self._shard.job.id
         rows = await retry(
             self._shard.mesh.clock, lambda: steps.read_step_rows(state, job, version - 1)
         )
