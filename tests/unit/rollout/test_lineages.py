@@ -311,7 +311,12 @@ async def test_result_covers_only_samples_of_its_version(tmp_path: Path) -> None
 
 async def test_each_set_is_sampled_by_its_own_parameters(tmp_path: Path) -> None:
     outcomes = {(0, member, 0.7): (float(member == 2), VERSION) for member in range(3)}
-    sampling: dict[str, Any] = {"samples": 3, "temperature": 0.7, "max_tokens": 9, "pass_at": [1, 3]}
+    sampling: dict[str, Any] = {
+        "samples": 3,
+        "temperature": 0.7,
+        "max_tokens": 9,
+        "pass_at": [1, 3],
+    }
     made = evaluation(tmp_path, outcomes, **sampling)
     await made.run()
     assert made.limits == {0.7: (0.9, 9), 0.0: (0.9, 9), 0.5: (0.5, 0)}
