@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
+from meshrl.common.job import sampling_keys
 from meshrl.view.health.case import (
     FINE,
     SHORT_WINDOW,
@@ -98,6 +99,8 @@ def judge_high_entropy(case: Case) -> Verdict | None:
 
 def judge_logprob_gap(case: Case) -> Verdict | None:
     """Judge the mean difference of log-probabilities between engine and trainer."""
+    if _has_changed_sampling(case):
+        return None
     measured = list(case.figures.occasional.get("logprob_gap_mean", ()))[-SHORT_WINDOW:]
     if len(measured) < (1 if case.is_over else SHORT_WINDOW):
         return None
@@ -109,6 +112,7 @@ def judge_logprob_gap(case: Case) -> Verdict | None:
 def judge_kl(case: Case) -> Verdict | None:
     """Judge the divergence of the policy from the sampling policy and from the reference."""
     recent, reference = (case.find_recent(name, WINDOW) for name in ("kl", "reference_kl"))
+    recent = [] if _has_changed_sampling(case) else recent
     if not recent and not reference:
         return None
     if recent and fmean(recent) >= HIGH_KL:
@@ -118,3 +122,8 @@ def judge_kl(case: Case) -> Verdict | None:
         text = f"the policy is {fmean(reference):.3g} nats per token from the reference"
         return Verdict(Severity.WARNING, text, keys=("algorithm.kl_coefficient",))
     return FINE
+
+
+def _has_changed_sampling(case: Case) -> bool:
+    """Return True if filters or penalties make the sampling policy another one than the trained."""
+    return bool(sampling_keys.list_changed(case.document.get("rollout", {})))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from meshrl.common.job.config import RolloutConfig
-from meshrl.job.job_file import JobFile
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
-# Keys whose default leaves the model's distribution unchanged.
-FILTERS = ("top_p", "top_k", "min_p")
-PENALTIES = ("repetition_penalty", "presence_penalty", "min_tokens")
+from meshrl.common.job import sampling_keys
+from meshrl.job.job_file import JobFile
 
 
 def check_sampling(job: JobFile) -> None:
@@ -19,7 +19,7 @@ def check_sampling(job: JobFile) -> None:
             f"rollout.max_tokens = {rollout.max_tokens}, which counts the prompt too"
         )
         raise job.make_error("rollout.min_tokens", wrong, "Lower rollout.min_tokens")
-    penalties = _list_used(rollout, PENALTIES)
+    penalties = _list_used(job, sampling_keys.PENALTIES)
     if penalties and rollout.engine == "sglang":
         raise job.make_error(
             penalties[0],
@@ -27,7 +27,7 @@ def check_sampling(job: JobFile) -> None:
             "not at all",
             "Remove the key, or set rollout.engine to the built-in engine",
         )
-    used = _list_used(rollout, (*FILTERS, *PENALTIES, "logit_bias"))
+    used = _list_used(job, sampling_keys.ALL)
     if not used or job.config.is_supervised:
         return
     if chosen.correction == "none":
@@ -42,6 +42,6 @@ def check_sampling(job: JobFile) -> None:
         raise job.make_error(used[0], wrong, f"Set algorithm.kl_in to 'loss', or remove {used[0]}")
 
 
-def _list_used(rollout: RolloutConfig, names: tuple[str, ...]) -> list[str]:
-    default = RolloutConfig()
-    return [f"rollout.{n}" for n in names if getattr(rollout, n) != getattr(default, n)]
+def _list_used(job: JobFile, neutral_values: Mapping[str, Any]) -> list[str]:
+    found = sampling_keys.list_changed(asdict(job.config.rollout), neutral_values)
+    return [f"rollout.{name}" for name in found]
