@@ -67,18 +67,17 @@ def check_workers(job: JobFile) -> None:
     requirements = derive_requirements(config.to_document())
     training = config.planner.training + config.training.ranks - 1
     engines = config.planner.min_rollout if requirements.needs_rollout else 0
-    can_share = requirements.can_time_slice and engines <= 1
-    parts = [(training, "training")]
-    parts += [] if can_share else [(engines * requirements.smallest_engine, "rollout")]
-    parts += [(1, "scoring (frozen models have their own worker)")] * requirements.needs_scoring
-    needed = sum(count for count, _ in parts)
-    if needed > config.mesh.workers:
-        *most, last = [f"{count} {role}" for count, role in parts]
-        alone = "" if can_share else ": an engine of this kind never shares a worker in time slices"
+    parts = [(training, "for training")]
+    if engines > 1 or not requirements.can_time_slice:  # one engine shares the core's worker
+        workers = engines * requirements.smallest_engine
+        parts.append((workers, "for engines, which do not share a worker by time slices"))
+    if requirements.needs_scoring:
+        parts.append((1, "for frozen models, which do not share a worker"))
+    if (needed := sum(count for count, _ in parts)) > config.mesh.workers:
+        roles = ", and ".join(f"{count} {role}" for count, role in parts)
         raise job.make_error(
             "mesh.workers",
-            f"mesh.workers = {config.mesh.workers} is too low for "
-            f"{', '.join(most)}{' and ' if most else ''}{last} workers{alone}",
+            f"mesh.workers = {config.mesh.workers} is too low: the job needs {roles}",
             f"Set mesh.workers to {needed} or more",
         )
 
