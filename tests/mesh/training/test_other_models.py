@@ -177,12 +177,19 @@ def test_supervised_job_trains_without_an_engine(run: Callable[..., Run], tmp_pa
         algorithm__group_size=1,
         algorithm__groups_per_step=8,
         dataset__train=write_rows(tmp_path / "sums.jsonl"),
+        dataset__held_out=write_rows(tmp_path / "more.jsonl", first=16),
         environment__special_tokens="anywhere",  # each answer ends with one
         optimizer__muon_lr=0.02,
+        evaluation__every=2,
+        evaluation__best="held_out.loss",
         budget__steps=6,
+        mesh__workers=1,
     )
     assert one.finish() == 0, one.output + one.logs()
     steps = metrics(one)
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert [row["sequences"] for row in steps] == [8] * 6
+    losses = [row.get("held_out_loss") for row in steps]
+    assert [row["step"] for row, loss in zip(steps, losses, strict=True) if loss] == [2, 4]
+    assert one.summary()["best_version"] == 4 and losses[3] < losses[1]
     assert one.summary()["trained"] == 48 and one.audit()["lost"] == 0

@@ -10,6 +10,7 @@ from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.job import builtin
 from meshrl.common.job.config import JobConfig, PlannerConfig
 from meshrl.common.job.emulation import parse_emulation_scale
+from meshrl.common.job.evaluation_plan import can_evaluate
 from meshrl.common.job.isolation.runners import ContainerRunner
 from meshrl.common.job.isolation.tiers import RUNNER
 from meshrl.common.state.jobs import Phase
@@ -106,7 +107,7 @@ def derive_requirements(
         ranks=training["ranks"],
         attention_ranks=training.get("zebra", {}).get("attention", 0),
         auto_expert_split=training.get("zebra", {}).get("auto", False),
-        needs_rollout=document["algorithm"]["name"] != "sft",
+        needs_rollout=_samples_trajectories(document),
         needs_scoring=any(model["path"] for model in models.values()),
         # A server cannot be paused, and an engine of several workers uses all of them at once.
         can_time_slice=rollout["engine"] != "sglang" and degrees[0] == 1,
@@ -136,6 +137,15 @@ def shares_core_worker(config: JobConfig) -> bool:
     requirements = derive_requirements(config.to_document())
     others = requirements.ranks + config.planner.training - 1 + requirements.needs_scoring
     return requirements.needs_rollout and config.mesh.workers <= others
+
+
+def _samples_trajectories(document: Mapping[str, Any]) -> bool:
+    """Return True if engines sample trajectories: to train on, or in evaluations of sft."""
+    if document["algorithm"]["name"] != "sft":
+        return True
+    config = JobConfig.from_document({k: v for k, v in document.items() if k != "bundle"})
+    plan = config.evaluation
+    return can_evaluate(config) and bool(plan.before or plan.after or plan.every)
 
 
 def explain_no_hybrids(published_dtypes: Iterable[str], training_dtype: str) -> str:
