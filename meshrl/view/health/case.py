@@ -76,7 +76,7 @@ class Case:
         """
         name, sign = ("loss", -1.0) if self.algorithm in REWARD_FREE else ("reward", 1.0)
         count = min(WINDOW, self.figures.steps // 2)
-        if count < 2 or self.figures.find_range(name) is None:
+        if count < 2 or self.lacks_signal or self.figures.find_range(name) is None:
             return False
         before = [row[name] for row in self.figures.first[:count]]
         after = self.figures.select_recent(name, count)

@@ -24,6 +24,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.process.supervision.exit_reports import LastExit
+from meshrl.common.state import steps
 from meshrl.common.state.jobs import JobRow, Phase
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import Gang, Instance, Role, WorkerRow
@@ -37,7 +38,9 @@ from meshrl.sim.redis.client import SimulatedRedisClient
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.stalls import Stall
-from meshrl.view.metrics.mesh_gauges import HeadSnapshot, make_metric_families
+from meshrl.view.metrics.mesh_gauges import HeadReader, HeadSnapshot, make_metric_families
+from tests.contract.state.state_bench import JOB as BENCH_JOB
+from tests.contract.state.state_bench import TRAINER, Bench
 from tests.load import scaled
 
 WITHIN_S = 30.0  # on a busy host; each condition is normally met within two seconds
@@ -356,6 +359,31 @@ def test_job_gauges_have_steps_phases_and_trajectories() -> None:
     assert not [
         name for name in found if name in ("job_last_step a kl", "job_last_step a manifest")
     ]
+
+
+async def test_health_gauges_count_each_step_once_over_several_reads(tmp_path: Path) -> None:
+    bench = Bench(open_simulated_state(SystemClock()), None)
+    seats = await bench.training_job()
+    (tmp_path / "mesh").mkdir()
+    settings = MeshSettings(redis_url="", run_root=str(tmp_path), host="here")
+    settings.to_file(MeshPaths(tmp_path).settings)
+    reader = HeadReader(MeshPaths(tmp_path))
+    for step in range(1, 7):
+        for group in await seats.admit():
+            await seats.finish(group)
+        taken = await seats.leased(step)
+        measured = {"reward": 0.5, "sequences": 0, "masters": f"m{step}"}
+        names = steps.VersionReferences(f"m{step}", "")
+        commit = steps.StepCommit(step, taken, taken, names, measured, {})
+        await steps.commit_step(bench.state, BENCH_JOB, TRAINER, seats.trainer, 0, commit)
+        head = await reader.read_snapshot(bench.state)
+        head = await reader.read_snapshot(bench.state)
+        assert [row["step"] for row in head.mesh.steps[BENCH_JOB]] == [step]
+        assert head.health[BENCH_JOB].get("all_filtered") == (2 if step >= 5 else None)
+    families = {family.name: family for family in make_metric_families(head)}
+    values = {s.labels["rule"]: s.value for s in families["meshrl_job_health"].samples}
+    assert values["all_filtered"] == 2 and values["learning_rate"] == 0
+    await bench.state.close()
 
 
 def test_blocked_job_has_a_held_gauge_and_no_step_age() -> None:

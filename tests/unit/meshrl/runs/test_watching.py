@@ -72,6 +72,19 @@ def test_status_of_an_ended_run_comes_from_its_files(
     assert (run / "events.jsonl").read_bytes() == torn, "a look changes nothing"
 
 
+def test_finished_run_that_cannot_have_learned_has_a_status_of_its_own(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [])
+    rows = Path(__file__).parents[1] / "view/health/recorded/filtered.jsonl"
+    (run / "metrics.jsonl").write_text(rows.read_text())
+    for command in ("wait", "watch", "status"):
+        found = meshrl(command, str(run))
+        assert found.exit_code == (0 if command == "status" else 4), found.output
+        assert "tiny has finished its 4 steps (reward 0.500), but cannot have" in found.stdout
+        assert "no learning (all_filtered)" in found.stdout and "reward.use" in found.stdout
+    (told,) = json.loads(meshrl("wait", str(run), "--json").stdout)["health"]
+    assert (told["rule"], told["severity"], told["step"]) == ("all_filtered", "failure", 4)
+
+
 def test_finished_run_with_wrong_accounting_counts_as_failed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.25, 0.5])
     (run / "summary.json").write_text('{"phase": "finished", "lost": 0, "trained_twice": 0}')

@@ -20,7 +20,7 @@ from meshrl.common.base.files.json_lines import encode_row
 from meshrl.common.job.config import BudgetConfig, JobConfig
 from meshrl.common.state.events import Event
 from meshrl.common.state.jobs import Phase
-from meshrl.directory.directory_paths import write_json
+from meshrl.directory.directory_paths import read_json, write_json
 from meshrl.job.toml.writer import to_toml
 from meshrl.view.history.decisions import extract_decisions
 from meshrl.view.history.run_snapshot import Evaluation
@@ -258,6 +258,18 @@ def test_table_has_the_first_and_last_evaluations_and_some_of_all_training() -> 
     assert "no trajectory" in render_page(summary(), [], [], EVENTS, JobConfig().to_document())
 
 
+def test_report_names_what_keeps_a_run_from_learning(tmp_path: Path) -> None:
+    rows = [row | {"sequences": 0} for row in ROWS]
+    end = RunResult("tiny", Phase.FINISHED, 3, 61.23, ACCOUNT)
+    found = summarize(end, rows, EVALUATIONS, EVENTS, JobUsage())
+    assert [finding["rule"] for finding in found["health"]] == ["all_filtered"]
+    page = render_page(found, rows, EVALUATIONS, EVENTS, JobConfig().to_document())
+    assert "<h2>Health</h2><ul><li>no learning (all_filtered)" in page
+    assert "the run cannot have learned: all_filtered" in page
+    running = RunResult("tiny", Phase.TRAINING, 3, 61.23, ACCOUNT)
+    assert summarize(running, rows, EVALUATIONS, EVENTS, JobUsage())["health"] == []
+
+
 def test_step_health_is_charted_from_rows_and_events() -> None:
     charted = report_page.render_figures(figures.make_health_figures(ROWS, EVENTS))
     titles = [title for title, content in charted if "<svg" in content]
@@ -478,6 +490,11 @@ def test_report_of_a_finished_run_is_redrawn(
     page = (tmp_path / "report.html").read_text()
     assert "<title>tiny, seed 3</title>" in page and "training on w1, asleep in memory" in page
     assert "report.html" in capsys.readouterr().out
+    found = read_json(tmp_path / "summary.json")
+    assert found.pop("health") == []
+    write_json(tmp_path / "summary.json", found)  # as in a run of an earlier version
+    redraw.redraw_report(tmp_path, None)
+    assert "<h2>Health</h2>" in (tmp_path / "report.html").read_text()
 
 
 def test_page_of_a_running_job_is_not_redrawn(tmp_path: Path) -> None:

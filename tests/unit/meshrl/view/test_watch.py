@@ -297,6 +297,31 @@ def test_output_without_a_terminal_has_one_line_for_each_step(
     assert output.count("held-out after step 10: 0.600 sampled") == 1
 
 
+NO_SIGNAL = [row(step, sequences=0, reward=0.0) for step in range(1, 6)]
+
+
+def test_finding_is_printed_once_and_stays_on_the_screen(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    look, lines, history = reading(10.0, 0), RunLines(), RunHistory()
+    for steps, expected in ((4, 0), (5, 1), (5, 0)):
+        look.step_rows = NO_SIGNAL[:steps]
+        shot = build_snapshot(look, history)
+        lines.show(shot, look.step_rows)
+        told = capsys.readouterr().out.count("no learning (all_filtered): no trajectory")
+        assert told == expected
+    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render_screen(shot, Path("runs/tiny")))
+    assert "all_filtered" in console.export_text()
+
+
+def test_step_line_has_spread_and_truncated_share() -> None:
+    shot = build_snapshot(reading(10.0, 0), RunHistory())
+    full = row(1, reward_spread=0.25, truncated=2, tokens=320)
+    assert "  spread 0.250  length 40  truncated 25 %  " in format_step(full, shot)
+    assert "  spread -  length 40  truncated -  " in format_step(row(1), shot)
+
+
 def test_sparkline_shows_small_values() -> None:
     assert draw_sparkline([0, 1, 100]) == " ▁█"
     assert draw_sparkline([]) == ""

@@ -24,6 +24,8 @@ from meshrl.common.state.pool.workers.rows import (
 )
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.runs.session import choose_exit_status
+from meshrl.view.health.findings import find_problems
+from meshrl.view.health.run_figures import collect_figures
 from meshrl.view.history.blocked_jobs import sum_blocked_s
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.process_usage import CpuMeter, ProcessCpuTime, find_owner_job
@@ -82,6 +84,9 @@ def test_restored_job_starts_without_groups() -> None:
     assert find_open_groups(told, "j", {1}) == {}
 
 
+NO_SIGNAL = {"step": 1, "reward": 0.0, "sequences": 0}
+
+
 @pytest.mark.parametrize(
     ("what", "told"),
     [
@@ -105,6 +110,10 @@ def test_wrong_accounting_fails_the_run_with_the_difference(
     output = capsys.readouterr().err
     found = audit_run(tmp_path)
     assert choose_exit_status(found, Phase.FINISHED, gave_up=False) == (1 if what else 0)
+    assert choose_exit_status(found, Phase.STOPPED, gave_up=False) == (1 if what else 130)
+    (learned_nothing,) = find_problems(collect_figures([NO_SIGNAL]), {}, is_over=True)
+    found["health"] = [learned_nothing.to_document()]
+    assert choose_exit_status(found, Phase.FINISHED, gave_up=False) == (1 if what else 4)
     assert choose_exit_status(found, Phase.STOPPED, gave_up=False) == (1 if what else 130)
     if what:
         assert found[what] and f"{what} = {found[what]}" in output and "Start over" in output
