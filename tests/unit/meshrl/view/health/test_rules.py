@@ -178,7 +178,8 @@ def test_equal_rewards_matter_to_algorithms_that_use_them(
 
 def test_falling_loss_is_an_improvement_without_rewards() -> None:
     job = replace(JOB, algorithm=AlgorithmConfig(name="sft"))
-    changes = {"entropy": lambda step: 0.8 / step**2, "reward": 0.0, "reward_spread": 0.0}
+    changes: dict[str, Any] = {"reward": 0.0, "reward_spread": 0.0}
+    changes |= {"entropy": lambda step: 0.8 / step**2}
     assert list_rules(judge(make_rows(**changes), job)) == [("entropy_collapse", "warning")]
     assert judge(make_rows(loss=lambda step: 1 / step, **changes), job) == ()
 
