@@ -77,7 +77,6 @@ def test_runs_that_learn_raise_no_finding_at_any_step(name: str) -> None:
     assert find_problems(figures, JOB.to_document(), is_over=True) == ()
 
 
-def test_run_with_a_constant_reward_cannot_have_learned() -> None:
     """All 512 trajectories of four steps were filtered."""
     rows = read_recorded("filtered")
     (finding,) = judge(rows)
@@ -88,7 +87,6 @@ def test_run_with_a_constant_reward_cannot_have_learned() -> None:
 
 
 def test_run_without_stop_tokens_cannot_have_learned() -> None:
-    """The job had `rollout.stop = []`."""
     first, second = judge(read_recorded("truncated"))
     assert (first.rule, first.is_failure) == ("no_end_token", True)
     assert "all 1024 trajectories were truncated" in first.line and "rollout.stop" in first.line
