@@ -76,7 +76,6 @@ def test_runs_that_learn_raise_no_finding_at_any_step(name: str) -> None:
         assert find_problems(figures, JOB.to_document()) == (), row["step"]
     assert find_problems(figures, JOB.to_document(), is_over=True) == ()
 
-
     """All 512 trajectories of four steps were filtered."""
     rows = read_recorded("filtered")
     (finding,) = judge(rows)
