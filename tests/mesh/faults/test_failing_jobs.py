@@ -151,8 +151,9 @@ def list_left_processes() -> list[int]:
 def test_unscorable_rows_are_dropped_by_type_and_others_train(
     run: Callable[..., Run],
 ) -> None:
-    mesh = run(reward__use="digits:unreliable", budget__steps=3)
+    mesh = run(reward__use="digits:unreliable", budget__steps=3, mesh__workers=1)
     assert mesh.finish() == 0, mesh.output
+    assert "a mesh of 1 worker " in mesh.output and "w0:training w0:rollout" in mesh.output
     summary = mesh.summary()
     assert (summary["phase"], summary["steps"]) == ("finished", 3)
     assert (summary["lost"], summary["trained_twice"]) == (0, 0)
