@@ -6,6 +6,8 @@ import math
 from statistics import fmean
 
 from meshrl.common.job import sampling_keys
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.learning_rates import describe_high_rates
 from meshrl.view.health.case import (
     FINE,
     SHORT_WINDOW,
@@ -41,9 +43,18 @@ def judge_learning_rate(case: Case) -> Verdict | None:
         return Verdict(Severity.FAILURE, text, keys=tuple(f"optimizer.{key}" for key in high))
     kl = case.figures.ranges.get("kl")
     if kl is None or kl.high < DIVERGED_KL:
-        return FINE
+        return _judge_usual_rates(case)
     text = f"a step changed the policy by {kl.high:.3g} nats per token"
     return Verdict(Severity.WARNING if case.has_improved else Severity.FAILURE, text)
+
+
+def _judge_usual_rates(case: Case) -> Verdict:
+    """Judge if the job's rates are far above the usual, in a run that has not improved."""
+    document = {name: table for name, table in case.document.items() if name != "bundle"}
+    warnings = describe_high_rates(JobConfig.from_document(document))
+    if not warnings or case.has_improved:
+        return FINE
+    return Verdict(Severity.WARNING, "; ".join(warnings.values()), keys=tuple(warnings))
 
 
 def judge_weights(case: Case) -> Verdict | None:
