@@ -103,7 +103,7 @@ def test_run_with_a_rate_of_1000_cannot_have_learned() -> None:
 
 def test_rate_far_above_the_usual_is_reported_until_the_run_improves() -> None:
     job = replace(JOB, optimizer=OptimizerConfig(muon_lr=0.05))
-    (finding,) = judge(make_rows(**FLAT), job)
+    (finding,) = judge(make_rows(reward=FLAT["reward"]), job)
     assert (finding.rule, finding.severity) == ("learning_rate", "warning")
     assert "optimizer.muon_lr = 0.05 is 17 times the usual rate" in finding.text
     assert judge(make_rows(), job) == ()
