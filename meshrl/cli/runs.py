@@ -197,7 +197,7 @@ def export(
 @app.command("eval", cls=JobCommand, rich_help_panel="Runs")
 def evaluate(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a run.")
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a Hub id, or a run.")
     ],
     job: JobArgument,
     overrides: OverridesArgument = None,

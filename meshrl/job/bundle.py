@@ -99,6 +99,7 @@ def pack_bundle(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dic
 
 def _fill_bundle(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
     document = config.to_document()
+    hub_origins.pin_datasets(config, document)
     copy_modules(config, base, staging / "modules")
     drawn: dict[str, list[str]] = {}  # the tasks of a job that trains on a taskset
     if config.environment.verifiers and not config.dataset.train:

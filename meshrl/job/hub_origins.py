@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import JobConfig
@@ -72,14 +73,20 @@ def find_origins(config: JobConfig) -> dict[str, dict[str, str]]:
 
 
 def restore_ids(config: JobConfig) -> JobConfig:
-    """Return a resolved job with Hub ids and commits, so that another host can read it.
-
-    Datasets of one table that are in several repositories keep their revision.
-    """
+    """Return a resolved job with Hub ids and commits, so that another host can read it."""
     document = config.to_document()
     for file in list_named_files(config):
         if file.is_model and (repository := parse_snapshot_path(file.path)):
             set_value(document, file.key, repository.id)
+    pin_datasets(config, document)
+    return JobConfig.from_document(document)
+
+
+def pin_datasets(config: JobConfig, document: dict[str, Any]) -> None:
+    """Set the revisions of Hub datasets in a document of the job to their commits.
+
+    A table whose datasets are in several repositories keeps its revision.
+    """
     commits: dict[str, set[str]] = {}
     for source in list_sources(config):
         if is_hub_id(source.path):
@@ -88,7 +95,6 @@ def restore_ids(config: JobConfig) -> JobConfig:
     for key, found in commits.items():
         if len(found) == 1:
             set_value(document, key, *found)
-    return JobConfig.from_document(document)
 
 
 def _iterate_origins(config: JobConfig) -> Iterator[tuple[str, Repository]]:

@@ -26,6 +26,7 @@ from meshrl.common.job.evaluation_plan import BEFORE, HELD_OUT, can_evaluate
 from meshrl.directory import directory_paths, model_export
 from meshrl.directory.directory_paths import write_json
 from meshrl.job import job_reader
+from meshrl.job.hub.repository import is_hub_id
 from meshrl.launch.checks import mesh_checks
 from meshrl.view.history.job_failures import format_share
 from meshrl.view.terminal import Console
@@ -52,11 +53,11 @@ def evaluate_model(
     model: Path, job: Path, settings: list[str], step: int | None, best: bool, as_json: bool
 ) -> int:
     """Print the figures, write them to the evaluation's run directory, return the exit status."""
-    with _resolve_model(model, step, best) as directory:
+    with _resolve_model(model, step, best) as path:
         fixed = [*FIXED_SETTINGS, *_derive_settings(job)]
-        path = directory.absolute()
-        chosen = [f"model.path={json.dumps(str(path))}", "model.config={}"]
-        chosen += ['model.tokenizer=""'] if (path / "tokenizer.json").is_file() else []
+        chosen = [f"model.path={json.dumps(path)}", "model.config={}", 'model.revision=""']
+        if is_hub_id(path) or (Path(path) / "tokenizer.json").is_file():
+            chosen.append('model.tokenizer=""')
         found = job_reader.read_job_file(job, [*fixed, *chosen, *settings])
         config, base = found.config, found.base
         if not can_evaluate(config):
@@ -104,8 +105,8 @@ def _derive_settings(job: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _resolve_model(model: Path, step: int | None, best: bool) -> Iterator[Path]:
-    """Yield the model's Hugging Face directory: as it is, or exported from a run's version."""
+def _resolve_model(model: Path, step: int | None, best: bool) -> Iterator[str]:
+    """Yield the model's path or Hub id: as it is, or exported from a run's version."""
     if (model / "job.json").is_file():
         with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as scratch:
             out = Path(scratch) / "model"
@@ -113,17 +114,20 @@ def _resolve_model(model: Path, step: int | None, best: bool) -> Iterator[Path]:
                 raise NotFound(
                     f"{model} has no such version", fix="Check the error in the line above"
                 )
-            yield out
+            yield str(out)
     elif step is not None or best:
         raise ConfigError(f"--step and --best choose a version of a run; {model} is not a run")
     elif (model / "config.json").is_file():
-        yield model
+        yield str(model.absolute())
+    elif is_hub_id(str(model)) and not model.exists():
+        yield str(model)
     elif model.suffix == ".toml":
         raise ConfigError(f"{model} is a job file", fix="Write: meshrl eval MODEL JOB")
     else:
         raise NotFound(
             f"{model} is neither a Hugging Face directory nor a run",
-            fix="Name a directory with config.json and safetensors, or with a run's job.json",
+            fix="Name a directory with config.json and safetensors, one with a run's job.json, or "
+            "a Hub id",
         )
 
 

@@ -23,7 +23,7 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from meshrl.common.base.errors import ConfigError
 from meshrl.job.hub.repository import Repository
 
-REQUEST_TIMEOUT_S = 30.0  # for the answer of a request; a stalled download ends after 10 s
+REQUEST_TIMEOUT_S = 15.0  # for the answer of a request; a stalled download ends after 10 s
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]  # base of the HTTP client's errors
 HUB_ERRORS = (HTTP_ERROR, OSError, HFValidationError)
 REPEAT_FIX = "Repeat the command: it continues with the complete files"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.evaluation_plan import GREEDY, SAMPLED
+from meshrl.common.job.named_files import set_value
 from meshrl.common.state.events import Event
 from meshrl.common.state.pool.store.planner_reports import MOVE_OUTCOME_EVENT, decode_move_outcome
 from meshrl.job.toml.writer import to_toml
@@ -159,8 +161,13 @@ def _format_value(e: Evaluation, name: str, value: float | None) -> str:
 
 
 def render_job(document: dict[str, Any]) -> str:
-    """Return the job's non-default keys; all keys are folded away."""
-    bare = {key: value for key, value in document.items() if key != "bundle"}
+    """Return the job's non-default keys; all keys are folded away.
+
+    Hub ids replace the bundle's paths of what the run fetched from the Hub.
+    """
+    bare = deepcopy({key: value for key, value in document.items() if key != "bundle"})
+    for key, origin in document.get("bundle", {}).get("origins", {}).items():
+        set_value(bare, key, origin["repository"])
     defaults = JobConfig().to_document()
     defaults["cache"] = str(Path(defaults["cache"]).expanduser())  # as a submitted job has it
     changed = to_toml(find_differences(bare, defaults))
