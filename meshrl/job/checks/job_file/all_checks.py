@@ -20,6 +20,7 @@ from meshrl.job.checks.job_file import (
     optional_keys,
     sampling,
     sandbox,
+    source_options,
 )
 from meshrl.job.job_file import MESSAGE_WITH_LOCATION, Check, JobFile
 from meshrl.job.model_files import load_shape, load_shape_from, load_tokenizer
@@ -220,6 +221,7 @@ FILE_CHECKS: tuple[Check, ...] = (  # which a run has copies of: they do not cha
     judge_and_evaluation.check_judge,
     files.check_model,
     files.check_system_prompt,
+    source_options.check_source_options,
     files.check_datasets,
     files.check_taskset,
     files.check_rewards,
