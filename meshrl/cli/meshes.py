@@ -312,7 +312,8 @@ def simulate(
 ) -> None:
     """Run a scenario on a simulated cluster, with the planner of a real mesh.
 
-    Without a scenario, list the built-in scenarios.
+    Built-in scenarios are agentic, cake, drift, libra, scale, validity and zebra; without a
+    scenario, they are listed with their titles. Progress goes to standard error.
 
     Examples:
 

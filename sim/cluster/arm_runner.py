@@ -17,6 +17,8 @@ from meshrl.sim.cluster.job_figures import JobFigures, compute_figures
 from meshrl.sim.cluster.model.cluster import SimCluster
 from meshrl.sim.cluster.sources.scenario import Arm, ArmTable
 
+PROGRESS_S = 3.0  # between two lines about a simulation
+
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
@@ -40,7 +42,7 @@ def run_arm(arm: Arm, base: Path, finished_clusters: dict[str, SimCluster]) -> A
         cluster = finished_clusters.get(repr(scenario))
         if cluster is None:
             cluster = finished_clusters[repr(scenario)] = build_cluster(scenario, base)
-            cluster.run(scenario.until_s)
+            cluster.run(scenario.until_s, _ProgressPrinter(arm.table.name, chosen, cluster))
         if arm.table.stretches:
             ends.append(_read_step_ends(arm.table.name, cluster))
         if chosen:
@@ -58,6 +60,23 @@ def run_arm(arm: Arm, base: Path, finished_clusters: dict[str, SimCluster]) -> A
         figures = {name: _scale_to_stretches(one, ends, arm.table.stretches)}
         chosen = f"the best of {len(ends)} in each of {arm.table.stretches} parts"
     return ArmResult(arm.table, chosen, cluster, figures, time.process_time() - began_s)
+
+
+class _ProgressPrinter:
+    """Printer of a simulation's steps, on standard error, for one that takes long."""
+
+    def __init__(self, arm: str, settings: str, cluster: SimCluster) -> None:
+        self._name = ": ".join(filter(None, (arm, settings)))
+        self._cluster, self._next_s = cluster, time.monotonic() + PROGRESS_S
+
+    def __call__(self) -> None:
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + PROGRESS_S
+        jobs = self._cluster.jobs.values()
+        steps = ", ".join(f"{j.spec.name} step {j.training.version}/{j.spec.steps}" for j in jobs)
+        now_s = self._cluster.event_queue.now_s
+        print(f"{self._name}: {steps}, after {now_s:.0f} simulated s", file=sys.stderr, flush=True)
 
 
 def _compute_step_s(cluster: SimCluster) -> float:

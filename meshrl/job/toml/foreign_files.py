@@ -12,7 +12,7 @@ from meshrl.job.toml.writer import to_toml
 _JOB_FILE = "job.toml"  # as `meshrl init` names it
 
 
-def suggest_path(path: Path) -> str:
+def suggest_path(path: Path, is_job: bool) -> str:
     """Return what to type instead of a path that is no readable file; empty if unknown."""
     if (path / "job.json").is_file():
         return f"{path} is a run: `meshrl resume {path}` continues it"
@@ -24,7 +24,7 @@ def suggest_path(path: Path) -> str:
         close = difflib.get_close_matches(path.name, [file.name for file in files], 1)
         if close:
             return f"Did you mean {path.with_name(close[0])}?"
-    return "`meshrl init NAME` writes a job that runs" if path.suffix == ".toml" else ""
+    return "`meshrl init NAME` writes a job that runs" if is_job else ""
 
 
 def describe_foreign_text(path: Path, text: str) -> tuple[str, str]:

@@ -31,7 +31,7 @@ def read_toml(path: Path, description: str) -> tuple[dict[str, Any], dict[str, s
         document = tomllib.loads(text)
     except OSError as error:
         message = f"cannot read {description} {path}: {error.strerror}"
-        raise ConfigError(message, fix=suggest_path(path)) from error
+        raise ConfigError(message, fix=suggest_path(path, description == "the job file")) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}, line {line}: not UTF-8: {error.reason}") from error

@@ -7,7 +7,7 @@ balancer of `services/rollout/routing`. The same cluster has the same run, to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -108,14 +108,18 @@ class SimCluster:
             for degree in job.spec.initial_tensor_parallel_sizes:
                 self._start_instance(*self._pool.place_engine(job.spec.name, degree))
 
-    def run(self, until_s: float) -> None:
+    def run(self, until_s: float, report_progress: Callable[[], None] = lambda: None) -> None:
+        """Simulate until all jobs have ended, or `until_s`; call `report_progress` often."""
         for job in self._colocated_jobs:
             self._colocate(job)
         self._run_planner()
         self._balance_load()
-        self.event_queue.run(
-            until_s, lambda: all(j.training.is_finished for j in self.jobs.values())
-        )
+
+        def has_ended() -> bool:
+            report_progress()
+            return all(job.training.is_finished for job in self.jobs.values())
+
+        self.event_queue.run(until_s, has_ended)
 
     def get_block_reason(self, job: str) -> str:
         """Return the block reason of a job; empty: it is not blocked."""

@@ -16,6 +16,7 @@ from meshrl.cli.arguments import (
     merge_overrides,
 )
 from meshrl.cli.habits import JobCommand
+from meshrl.commands.simulation import OTHER_SCENARIOS, SCENARIOS
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.familiar_keys import FAMILIAR_KEYS
 from meshrl.common.job.schema import JOB_SCHEMA
@@ -101,3 +102,29 @@ def test_file_of_another_kind_is_named(
     with pytest.raises(ConfigError) as caught:
         read_toml(tmp_path / name, "the job file")
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "scenario, says",
+    [
+        ("agentc", "Did you mean agentic?"),
+        ("zebre", "Did you mean zebra?"),
+        ("job.toml", "is a job, not a scenario"),
+        ("run", "meshrl simulate --from run"),
+    ],
+)
+def test_wrong_scenario_names_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text('[reward]\nuse = "math"\n')
+    Path("run").mkdir()
+    Path("run/job.json").touch()
+    result = CliRunner().invoke(app, ["simulate", scenario])
+    assert says in str(result.exception)
+
+
+def test_help_of_simulate_lists_all_scenarios() -> None:
+    names = [path.stem for path in SCENARIOS.glob("*.toml")] + list(OTHER_SCENARIOS)
+    text = CliRunner().invoke(app, ["simulate", "--help"]).output
+    assert all(name in text for name in names)
