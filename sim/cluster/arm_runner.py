@@ -17,7 +17,7 @@ from meshrl.sim.cluster.job_figures import JobFigures, compute_figures
 from meshrl.sim.cluster.model.cluster import SimCluster
 from meshrl.sim.cluster.sources.scenario import Arm, ArmTable
 
-PROGRESS_S = 3.0  # between two lines about a simulation
+PROGRESS_S = 3.0  # of CPU time between two lines about a simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ class _ProgressPrinter:
 
     def __init__(self, arm: str, settings: str, cluster: SimCluster) -> None:
         self._name = ": ".join(filter(None, (arm, settings)))
-        self._cluster, self._next_s = cluster, time.monotonic() + PROGRESS_S
+        self._cluster, self._next_s = cluster, time.process_time() + PROGRESS_S
 
     def __call__(self) -> None:
-        if time.monotonic() < self._next_s:
+        if time.process_time() < self._next_s:
             return
-        self._next_s = time.monotonic() + PROGRESS_S
+        self._next_s = time.process_time() + PROGRESS_S
         jobs = self._cluster.jobs.values()
         steps = ", ".join(f"{j.spec.name} step {j.training.version}/{j.spec.steps}" for j in jobs)
         now_s = self._cluster.event_queue.now_s
