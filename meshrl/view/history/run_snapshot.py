@@ -22,6 +22,7 @@ from meshrl.view.mesh.job_progress import describe_no_progress
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.process_usage import find_owner_job
 from meshrl.view.mesh.rates import TokenRate, compute_trained_rate, estimate_remaining_s
+from meshrl.view.mesh.slow_calls import find_slow_calls
 from meshrl.view.mesh.worker_lines import HiddenWorkers, WorkerLine, select_worker_lines
 
 NEWS_MS = 60_000  # for which an event has a line
@@ -115,6 +116,7 @@ class RunHistory:
     token_rate: TokenRate = field(default_factory=TokenRate)
     news: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=4))  # (ms, line)
     alerts: list[str] = field(default_factory=list)
+    slow_calls: set[str] = field(default_factory=set)  # functions that have been reported
     failures: FailureCounter = field(default_factory=FailureCounter)
     figures: RunFigures = field(default_factory=RunFigures)
 
@@ -126,6 +128,14 @@ class RunHistory:
                     self.news.append((event.ms, line))
                 if event.kind in ALERT_KINDS and should_print(int(event.fields.get("times", 1))):
                     self.alerts.append(line)
+
+    def add_slow_calls(self, lines: Mapping[str, str], now_ms: float) -> None:
+        """Report each function that does not return, once."""
+        for function, line in lines.items():
+            if function not in self.slow_calls:
+                self.slow_calls.add(function)
+                self.news.append((round(now_ms), line))
+                self.alerts.append(line)
 
     def list_news(self, now_ms: float) -> tuple[str, ...]:
         """Return the lines of the last events, without old ones."""
@@ -139,6 +149,8 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
     document = reading.job.document
     rows, steps = reading.step_rows, int(document["budget"]["steps"])
     own = reading.own_processes
+    slow_calls = find_slow_calls(own, document, reading.mesh.now_ms)
+    history.add_slow_calls(slow_calls, reading.mesh.now_ms)
     rollouts = [e for e in own if e.alive and e.kind == "rollout"]
     last = rows[-1] if rows else {}
     tokens = sum(e.stats.get("tokens", 0) for e in rollouts)

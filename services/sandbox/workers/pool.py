@@ -120,6 +120,8 @@ class WorkerPool:
                 call.result.set_result(CallResult(RAISED, None, error))
         self._wake()
         answers = asyncio.gather(*(call.result for call in waiting))
+        # An abandoned batch is cancelled below, and no caller retrieves that.
+        answers.add_done_callback(lambda done: done.cancelled() or done.exception())
         span_s = max((call.deadline_s for call in calls), default=0.0)
         try:
             if postpone_slow:
@@ -240,12 +242,10 @@ class WorkerPool:
             raise _WorkerExited(error.message) from None
         except DeadlineExceeded as error:
             self._requeue(calls[done + 1 :])
-            self._set_result(
-                calls[done],
-                CallResult(TIMEOUT, None, self._add_source_location(calls[done], str(error))),
-            )
+            why = self._add_source_location(calls[done], str(error))
+            self._set_result(calls[done], CallResult(TIMEOUT, None, why))
             self._postpone(calls[done].batch)
-            raise _WorkerExited(f"the process was killed: {error.message}") from None
+            raise _WorkerExited(f"the process was killed: {why}") from None
         except asyncio.CancelledError:  # the pool stops
             for call in calls[done:]:
                 if not call.result.done():

@@ -14,12 +14,14 @@ from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.job.config import DatasetConfig, JobConfig, RewardConfig
 from meshrl.common.state import jobs
 from meshrl.common.state.events import Event
+from meshrl.common.state.registry import RegistryEntry
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.directory.mesh_query import query_mesh
 from meshrl.launch.up_down import format_stopped_jobs
 from meshrl.runs.next_commands import list_next_commands
 from meshrl.view.history.lost_hosts import count_lost_hosts
 from meshrl.view.history.run_snapshot import NEWS_MS, RunHistory
+from meshrl.view.mesh.slow_calls import CALL_WAIT, find_slow_calls
 
 DOCUMENT = {"budget": {"steps": 9}}
 ROW = jobs.JobRow(
@@ -111,3 +113,25 @@ def test_finished_run_names_the_next_commands(tmp_path: Path) -> None:
     commands = "\n".join(list_next_commands(tmp_path, content))
     for says in ("chat", f"eval {tmp_path} /jobs/sums.toml", "samples", "resume"):
         assert f"meshrl {says}" in commands
+
+
+@pytest.mark.parametrize(
+    "on, deadline, says",
+    [
+        ("reward of x, game.py:53 in reward() (pid 7)", "reward.deadline_s", "returned for 12 s"),
+        ("look of x (pid 7)", "environment.tool_deadline_s", "is 10"),
+    ],
+)
+def test_function_that_does_not_return_is_named_once(on: str, deadline: str, says: str) -> None:
+    wait = {"on": on, "what": CALL_WAIT, "since_ms": 1_000}
+    sandbox = RegistryEntry("sandbox/x/0", "sandbox", alive=True, waits=[wait])
+    document: dict[str, dict[str, float]] = {"reward": {}, "environment": {}}
+    table, _, key = deadline.partition(".")
+    document[table][key] = 10.0
+    assert find_slow_calls([sandbox], document, 10_000) == {}
+    lines = find_slow_calls([sandbox], document, 13_000)
+    history = RunHistory()
+    history.add_slow_calls(lines, 13_000)
+    history.add_slow_calls(lines, 14_000)
+    (alert,) = history.alerts
+    assert alert.startswith(on.removesuffix(" (pid 7)")) and says in alert and deadline in alert
