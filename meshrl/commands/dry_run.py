@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 
 from rich.table import Table
@@ -53,7 +54,7 @@ def print_dry_run(job: JobFile, everything: bool) -> None:
 def print_choices(job: JobFile) -> None:
     """Print the chosen values, if there are any, to standard error."""
     if text := describe_choices(job.choices):
-        Console(stderr=True).print(text, highlight=False, markup=False)
+        print(f"{text} (--dry-run shows why)", file=sys.stderr)
 
 
 def _make_memory_table(job: JobFile) -> Table:

@@ -83,10 +83,13 @@ def _start(arguments: list[str], report: Report) -> int:
         shutil.rmtree(directory, ignore_errors=True)  # all of it is in the run's bundle
         report(directory=str(run_dir))
 
+    from meshrl.job.defaults.choices import describe_choices
     from meshrl.runs import session
 
     try:
         found, request = read_checked_job(directory)
+        if text := describe_choices(found.choices):
+            print(text, flush=True)
         return session.run_job(
             found.config, found.base, request.force, request.job_file, on_started
         )

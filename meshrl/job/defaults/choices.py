@@ -100,7 +100,7 @@ def choose_values(job: JobFile) -> JobFile:
 def describe_choices(choices: Iterable[Choice]) -> str:
     """Return one line with all chosen values; empty without any."""
     values = ", ".join(f"{one.key} = {_format_value(one.value)}" for one in choices)
-    return f"chosen: {values} (--dry-run shows why)" if values else ""
+    return f"chosen: {values}" if values else ""
 
 
 def _format_value(value: object) -> str:

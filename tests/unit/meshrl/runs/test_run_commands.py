@@ -18,6 +18,7 @@ from meshrl.common.base.errors import ConfigError, CorruptData, MeshError, NotFo
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.process.child_handle import read_start_time
+from meshrl.common.model.tokens.tokenizer import build_character_tokenizer
 from meshrl.common.state import jobs
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.redis import embedded_server
@@ -112,6 +113,16 @@ def test_path_without_a_model_is_a_one_line_error(job: Path, tmp_path: Path) -> 
     assert "choose a version of a run" in run_failing_command(
         str(tmp_path / "empty"), str(job), "--step", "2"
     )
+
+
+def test_evaluation_has_the_length_of_training_from_scratch(job: Path, shape: str) -> None:
+    model = job.parent / "model"
+    model.mkdir()
+    described = json.loads(shape) | {"max_position_embeddings": 256}
+    (model / "config.json").write_text(json.dumps(described))
+    build_character_tokenizer("0123456789+=", model / "tokenizer.json")
+    error = run_failing_command(str(model), str(job))
+    assert "rollout.max_tokens = 320 (the default) exceeds the model's 256 positions" in error
 
 
 def test_first_evaluation_is_the_result(tmp_path: Path) -> None:
