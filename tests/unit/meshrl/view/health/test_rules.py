@@ -76,7 +76,8 @@ def test_runs_that_learn_raise_no_finding_at_any_step(name: str) -> None:
         assert find_problems(figures, JOB.to_document()) == (), row["step"]
     assert find_problems(figures, JOB.to_document(), is_over=True) == ()
 
-    """All 512 trajectories of four steps were filtered."""
+
+def test_run_with_a_constant_reward_cannot_have_learned() -> None:
     rows = read_recorded("filtered")
     (finding,) = judge(rows)
     assert (finding.rule, finding.severity, finding.step) == ("all_filtered", "failure", 4)
