@@ -143,7 +143,7 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
         error=error,
         phase_text=format_phase(phase, document),
         damaged=(*corruption_lines[-MAX_CORRUPT_FILES:], *list_corrupt_files(run.directory)),
-        health=find_problems(figures, document, is_over=state != RUNNING_STATE),
+        health=find_problems(figures, document, is_over=state in (Phase.FINISHED, Phase.FAILED)),
     )
 
 

@@ -157,7 +157,7 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
     workers, elsewhere = select_worker_lines(reading.mesh, reading.job.id)
     quiet = describe_no_progress(reading.job, reading.mesh.last_renewed_ms)
     counts = {term: int(getattr(reading.job, term)) for term in TERMS}
-    is_over = reading.job.is_terminal
+    is_over = reading.job.phase in (Phase.FINISHED, Phase.FAILED)
     shot = RunSnapshot(
         job=reading.job.id,
         phase=reading.job.phase,

@@ -17,7 +17,7 @@ from meshrl.common.job.evaluation_plan import LOSS_METRIC
 from meshrl.common.mesh.process.diagnosis.failure import DISK_FULL_ERRNOS
 from meshrl.common.state.events import Event
 from meshrl.common.state.job_lifecycle.trajectory_accounting import VIOLATIONS
-from meshrl.common.state.jobs import TERMINAL_PHASES, Phase
+from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.store.planner_reports import OPENING, SPEEDUP_RULES
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.directory.directory_paths import write_json
@@ -131,7 +131,7 @@ def summarize(
 
 def summarize_health(figures: RunFigures, result: RunResult) -> list[dict[str, Any]]:
     """Return the findings about a run's health, failures first."""
-    is_over = result.phase in TERMINAL_PHASES
+    is_over = result.phase in (Phase.FINISHED, Phase.FAILED)
     found = find_problems(figures, result.document, result.account, is_over)
     return [finding.to_document() for finding in found]
 
