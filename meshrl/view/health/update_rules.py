@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
+from meshrl.common.base.errors import ConfigError
 from meshrl.common.job import sampling_keys
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.learning_rates import describe_high_rates
@@ -50,9 +51,14 @@ def judge_learning_rate(case: Case) -> Verdict | None:
 
 def _judge_usual_rates(case: Case) -> Verdict:
     """Judge if the job's rates are far above the usual, in a run that has not improved."""
+    if case.has_improved or not case.is_long_enough(WINDOW):
+        return FINE
     document = {name: table for name, table in case.document.items() if name != "bundle"}
-    warnings = describe_high_rates(JobConfig.from_document(document))
-    if not warnings or case.has_improved:
+    try:
+        warnings = describe_high_rates(JobConfig.from_document(document))
+    except ConfigError:  # a document of another version
+        return FINE
+    if not warnings:
         return FINE
     return Verdict(Severity.WARNING, "; ".join(warnings.values()), keys=tuple(warnings))
 

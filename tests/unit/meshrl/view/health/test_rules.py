@@ -108,6 +108,9 @@ def test_rate_far_above_the_usual_is_reported_until_the_run_improves() -> None:
     assert (finding.rule, finding.severity) == ("learning_rate", "warning")
     assert "optimizer.muon_lr = 0.05 is 17 times the usual rate" in finding.text
     assert judge(make_rows(), job) == ()
+    assert judge(make_rows(WINDOW - 1, **FLAT), job, is_over=False) == ()
+    of_other_version = collect_figures(make_rows(**FLAT)), {"unknown": {"key": 1}}
+    assert find_problems(*of_other_version) == ()
 
 
 @pytest.mark.parametrize(
