@@ -64,7 +64,12 @@ def make_rows(count: int = 30, **changes: Any) -> Rows:
     return rows
 
 
-NOTHING_TRAINED: dict[str, Any] = {"sequences": 0, "reward_spread": 0.0, "masters": "same", "filtered_share": 1.0}
+NOTHING_TRAINED: dict[str, Any] = {
+    "sequences": 0,
+    "reward_spread": 0.0,
+    "masters": "same",
+    "filtered_share": 1.0,
+}
 FLAT: dict[str, Any] = {"reward": lambda step: 0.3 + 0.05 * (step % 2)}
 
 
