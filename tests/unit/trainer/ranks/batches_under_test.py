@@ -61,8 +61,8 @@ VARIANTS = {
     "plain": Variant(),
     "critic": Variant(AlgorithmConfig(name="ppo")),
     "adapters": Variant(adapters=LoraConfig(rank=2)),
-    "mixture": Variant(model=MIXTURE),
-    "bfloat16": Variant(dtype=torch.bfloat16),
+    "mixture": Variant(AlgorithmConfig(entropy_coefficient=0.05), model=MIXTURE),
+    "bfloat16": Variant(AlgorithmConfig(entropy_coefficient=0.05), dtype=torch.bfloat16),
     "mixed": Variant(model=MIXTURE, dtype=torch.bfloat16),
     "split": Variant(model=MIXTURE | {"num_experts": 6}, expert_parallel=3),
 }

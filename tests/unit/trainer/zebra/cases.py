@@ -21,7 +21,7 @@ from tests.unit.trainer.ranks.batches_under_test import MODEL, sequence
 
 SEED = 11
 OPTIMIZER = OptimizerConfig(muon_lr=0.003, adamw_lr=0.001, weight_decay=0.01)
-ALGORITHM = AlgorithmConfig()
+ALGORITHM = AlgorithmConfig(entropy_coefficient=0.05)
 EXPERTS = 8
 QWEN: dict[str, Any] = MODEL | {
     "model_type": "qwen3_moe",
