@@ -473,6 +473,8 @@ class EvaluationConfig(EvaluationSampling):
     best: str = (
         ""  # figure whose best version is retained, for example held_out.greedy; empty: none
     )
+    # evaluations without a better version by `best` that end the job; 0: any number
+    patience: NonNegativeInteger = 0
     max_wait_s: NonNegativeNumber = 900.0  # maximum wait of the next step for the last evaluation
 
 

@@ -42,6 +42,7 @@ def format_phase(phase: str, document: Mapping[str, Any]) -> str:
 # shards work on the job
 ACTIVE_PHASES = frozenset({Phase.BASELINE, Phase.TRAINING, Phase.EVALUATION})
 PAUSED_PREFIX = "paused:"  # prefix of `block_reason` of a paused job
+EARLY_STOP_KEYS = frozenset({"evaluation.patience", "budget.steps"})  # whose change undoes one
 TERMINAL_PHASES = frozenset({Phase.FINISHED, Phase.FAILED, Phase.STOPPED})
 
 
@@ -78,12 +79,19 @@ class JobRow:
         ""  # block reason, `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
     )
     blocked_since_ms: int = 0  # since when it is blocked for this reason
+    budget_steps: int = 0  # last step; below budget.steps after an early stop. 0: not recorded
+    early_stop: int = -1  # version whose evaluation used up evaluation.patience; -1: none
     created_ms: int = 0  # time of its submission: distinguishes it from an earlier job of its name
 
     @property
     def phase_text(self) -> str:
         """Phase for people."""
         return format_phase(self.phase, self.document)
+
+    @property
+    def last_step(self) -> int:
+        """Number of the job's last step."""
+        return self.budget_steps or int(self.document["budget"]["steps"])
 
     @property
     def is_terminal(self) -> bool:
@@ -226,6 +234,7 @@ async def change_document(
         **_encode_document(document),
         budget_steps=document["budget"]["steps"],
         max_staleness=document["algorithm"]["max_staleness"],
+        undoes_early_stop=not changes.keys().isdisjoint(EARLY_STOP_KEYS),
         extra=json.dumps({"changes": changes}),
     )
     return bool(answer["extended"])
@@ -244,6 +253,7 @@ class EvaluationRecord:
     step: int
     result: dict[str, Any]
     value: float | None = None
+    patience: int = 0  # evaluations without a better version that end the job; 0: any number
 
 
 async def record_evaluation(
@@ -260,6 +270,7 @@ async def record_evaluation(
         "lineage": evaluation.lineage,
         "step": evaluation.step,
         "result": json.dumps(evaluation.result),
+        "patience": evaluation.patience,
         "name": name,
         "token": token,
     }

@@ -197,7 +197,14 @@ class EvaluationRun:
         await jobs.record_evaluation(
             mesh.state,
             self._shard.job.id,
-            jobs.EvaluationRecord(self._plan.tag, self._lineage, self._plan.version, result, value),
+            jobs.EvaluationRecord(
+                self._plan.tag,
+                self._lineage,
+                self._plan.version,
+                result,
+                value,
+                self._shard.config.evaluation.patience,
+            ),
             mesh.name,
             mesh.token,
         )

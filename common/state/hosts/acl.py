@@ -172,7 +172,7 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     "cancel": _PROGRESS | _PHASE,
     "set_phase": _LEASE_CHECK | _PROGRESS | _PHASE,
     "evaluation_status": _job(reads="job evaluations"),
-    "record_evaluation": _LEASE_CHECK | _PROGRESS | _EVENT_APPEND | _job(writes="evaluations"),
+    "record_evaluation": _LEASE_CHECK | _PROGRESS | _EVENT_APPEND | _job(both="evaluations"),
     "job_watermarks": _mesh(reads="jobs jobs:deleted") | _JOB_ROW,
     "old_jobs": _LEADER_CHECK | _mesh(reads="jobs:ended jobs:deleting"),
     "delete_job": _PROGRESS

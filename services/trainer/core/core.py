@@ -96,6 +96,7 @@ class TrainerCore(Actor):
         self.bulk = BulkClient(mesh)
         self.is_ready = False
         self.phase = "starting"  # for its published counters
+        self.last_step = data.config.budget.steps  # lower after an early stop
         self._phase_count = 0  # entered so far
         self.position = TrainingPosition()
         training, (model, parameters) = data.config.training, describe_model(data)
@@ -349,8 +350,8 @@ class TrainerCore(Actor):
         again and repeat the step; raise RankLost at the MAX_RANK_LOSSES-th loss in a row.
         """
         row, losses = await self._read_job(), RankLossCounter(self.mesh, self.data.id)
-        budget = self.data.config.budget.steps
-        while self.position.version < budget:
+        self.last_step = row.last_step
+        while self.position.version < self.last_step:
             if row.phase != jobs.Phase.TRAINING:
                 await self.mesh.clock.sleep(PHASE_POLL_S)
                 row = await self._read_job()

@@ -83,11 +83,12 @@ class StepCommitter:
         checkpoints = core.checkpoints
         with part_timer.measure(EVALUATION_PART):
             await wait_for_evaluation(mesh, self._data, step - 1)
+            await self._read_last_step(step - 1)
         core.enter_phase("staging", step)
         with part_timer.measure("stage"):
             staged = await self._stage_version(step)
         position.staged_version = step, staged
-        if checkpoints.is_due(step):
+        if checkpoints.is_due(step, core.last_step):
             core.enter_phase("checkpointing", step)
             batch = result.batch.group_ids, result.batch.filtered_ids
             read = partial(steps.read_checkpoint_state, mesh.state, self._data.id, *batch)
@@ -95,7 +96,7 @@ class StepCommitter:
             with part_timer.measure("checkpoint"):
                 await checkpoints.begin_checkpoint(position.lineage, step, staged, account)
             metrics[CHECKPOINT_PAUSE] = checkpoints.pause_s
-        if step == self._data.config.budget.steps:
+        if step == core.last_step:
             await checkpoints.wait_until_written(required=True)
         core.enter_phase("committing", step)
         record = {
@@ -122,6 +123,13 @@ class StepCommitter:
                         await mesh.ref(entry.name).cast(Engine.notify_change, ChangeHint("version"))
             except MeshError as error:
                 mesh.telemetry.log.warning("hint", error=str(error))
+
+    async def _read_last_step(self, version: int) -> None:
+        """Read the job's last step, if an evaluation of `version` may have stopped it early."""
+        mesh, data = self._mesh, self._data
+        if data.config.evaluation.patience and plan_step_evaluation(data.config, version):
+            row = await retry(mesh.clock, lambda: jobs.read_job(mesh.state, data.id))
+            self._core.last_step = row.last_step
 
     async def _stage_version(self, step: int) -> VersionIdentity:
         """Write the current weights as a version that is not visible yet."""

@@ -76,12 +76,9 @@ class CheckpointWriter:
         # step of a written checkpoint, and seconds since its start
         self.on_written: Callable[[int, float], None] = lambda step, took: None
 
-    def is_due(self, step: int) -> bool:
-        config = self._data.config
-        return (
-            find_newest_due_version(step, config.training.checkpoint_every, config.budget.steps)
-            == step
-        )
+    def is_due(self, step: int, last_step: int) -> bool:
+        every = self._data.config.training.checkpoint_every
+        return find_newest_due_version(step, every, last_step) == step
 
     async def clear_unfinished(self, committed: str) -> None:
         """Remove an earlier process's unfinished checkpoints, here and on the run host."""

@@ -48,7 +48,7 @@ def find_permanent(row: JobRow) -> set[str]:
 
 def read_checkpoint_schedule(row: JobRow) -> tuple[int, int]:
     """Return a job's checkpoint interval in steps, and the number of its last step."""
-    return row.document["training"]["checkpoint_every"], row.document["budget"]["steps"]
+    return row.document["training"]["checkpoint_every"], row.last_step
 
 
 def find_awaited(row: JobRow, versions: Mapping[str, VersionNumber]) -> set[str]:

@@ -11,7 +11,7 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import DeadlineExceeded, Fenced, NotFound, Refused
 from meshrl.common.job.change_rules import apply_changes
 from meshrl.common.mesh.process.supervision import exit_reports
-from meshrl.common.state import events, groups, jobs, leader, readers, registry
+from meshrl.common.state import events, groups, jobs, leader, readers, registry, steps
 from meshrl.common.state.hosts import host_requests
 from meshrl.common.state.job_lifecycle import deletion
 from meshrl.common.state.pool.scheduling.decisions import (
@@ -169,6 +169,63 @@ async def test_job_is_evaluated_when_its_budget_shrinks_to_the_steps_done(bench:
     await trained_to(bench, seats, 2)
     assert not await change_job(bench, "fewer", steps=2)
     assert (await jobs.read_job(bench.state, JOB)).phase == "evaluation"
+
+
+async def stop_early(bench: Bench, values: list[float], patience: int = 2) -> tuple[Seats, int]:
+    """Train and evaluate versions of a job of nine steps with these figures, version 1 first."""
+    seats, token = await bench.training_job(), await bench.seat(EVALUATOR)
+    await change_job(bench, "nine steps", steps=9)
+    for step, value in enumerate(values, 1):
+        await trained_to(bench, seats, step)
+        await evaluate(bench, token, step, value, patience)
+    return seats, token
+
+
+async def evaluate(bench: Bench, token: int, step: int, value: float, patience: int = 2) -> None:
+    record = jobs.EvaluationRecord(f"step-{step}", 0, step, {}, value, patience)
+    assert await jobs.record_evaluation(bench.state, JOB, record, EVALUATOR, token)
+
+
+async def test_job_without_a_better_version_ends_after_the_step_in_progress(bench: Bench) -> None:
+    seats, token = await stop_early(bench, [0.5, 0.7, 0.6, 0.7])
+    row = await jobs.read_job(bench.state, JOB)
+    assert (row.best_version, row.early_stop, row.last_step, row.phase) == (2, 4, 5, "training")
+    assert await seats.admit() == [], "the groups of the last step are admitted"
+    event = [e.fields for e in await events.read_all(bench.state) if e.kind == "evaluation"][-1]
+    assert (event["ends_at"], event["best_version"], event["patience"]) == (5, 2, 2)
+    await trained_to(bench, seats, 5)
+    assert (await jobs.read_job(bench.state, JOB)).phase == "evaluation"
+    assert not await change_job(bench, "another key", staleness=1)
+    assert (await jobs.read_job(bench.state, JOB)).last_step == 5
+    assert await change_job(bench, "go on", steps=10)
+    row = await jobs.read_job(bench.state, JOB)
+    assert (row.phase, row.early_stop, row.last_step) == ("training", -1, 10)
+    await trained_to(bench, seats, 6)
+    await evaluate(bench, token, 6, 0.1)
+    assert (await jobs.read_job(bench.state, JOB)).last_step == 10, "its patience began again"
+    await trained_to(bench, seats, 7)
+    await evaluate(bench, token, 7, 0.1)
+    assert (await jobs.read_job(bench.state, JOB)).last_step == 8
+
+
+async def test_early_stop_is_undone_with_its_evaluation(bench: Bench) -> None:
+    seats, token = await stop_early(bench, [0.5, 0.7, 0.6, 0.7])
+    names = steps.VersionReferences("m", "c")
+    await steps.open_lineage(bench.state, JOB, TRAINER, seats.trainer, 3, names, "lineage")
+    row = await jobs.read_job(bench.state, JOB)
+    assert (row.early_stop, row.last_step, row.best_version) == (-1, 9, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "patience"),
+    [([0.5, 0.7, 0.6], 2), ([0.5, 0.4, 0.6, 0.5], 2), ([0.5, 0.4, 0.3, 0.2], 0)],
+)
+async def test_job_goes_on_while_patience_is_left(
+    bench: Bench, values: list[float], patience: int
+) -> None:
+    await stop_early(bench, values, patience)
+    row = await jobs.read_job(bench.state, JOB)
+    assert (row.early_stop, row.last_step) == (-1, 9)
 
 
 async def test_gate_applies_the_changed_staleness(bench: Bench) -> None:

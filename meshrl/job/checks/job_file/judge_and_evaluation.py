@@ -95,6 +95,14 @@ def check_evaluation(job: JobFile) -> None:
             )
         _check_sampling(job, table, d)
     _check_sampling(job, "evaluation", evaluation)
+    if evaluation.patience and not (evaluation.best and evaluation.every):
+        needed = "evaluation.every" if evaluation.best else "evaluation.best"
+        raise job.make_error(
+            "evaluation.patience",
+            f"evaluation.patience counts evaluations without a better version; {needed} is "
+            f"{'0' if evaluation.best else 'empty'}",
+            f"Set {needed}, or remove evaluation.patience",
+        )
     offered = list_figures(
         evaluation, bool(config.dataset.held_out or config.environment.verifiers)
     )

@@ -77,6 +77,11 @@ for tag, row in pairs(read_hash(JOB .. ':evaluations')) do
   if cjson.decode(row).step > args.version then redis.call('HDEL', JOB .. ':evaluations', tag) end
 end
 redis.call('HDEL', JOB .. ':job', 'counted_ended', 'counted_failed')
+if tonumber(job.early_stop or -1) > args.version then -- its evaluation is repeated
+  job.budget_steps = job.full_budget
+  redis.call('HSET', JOB .. ':job', 'budget_steps', job.full_budget)
+  redis.call('HDEL', JOB .. ':job', 'early_stop', 'full_budget')
+end
 if tonumber(job.best_version or -1) > args.version then
   redis.call('HDEL', JOB .. ':job', 'best_version', 'best_manifest', 'best_value')
 end
