@@ -18,6 +18,7 @@ from meshrl.directory.command_target import RunLocation, may_be_running
 from meshrl.directory.directory_paths import read_json
 from meshrl.view.health.findings import Finding, find_problems, has_failure
 from meshrl.view.health.run_figures import RunFigures
+from meshrl.view.history.early_stop import EarlyStop
 from meshrl.view.history.event_text import format_event
 from meshrl.view.recording.audit import account_for_run
 from meshrl.view.recording.run_record import list_corrupt_files, read_events
@@ -52,6 +53,7 @@ class RunOutcome:
     held_out: float | None  # sampled, as measured last
     error: str
     phase_text: str = ""  # phase for people
+    early_stop: EarlyStop | None = None  # the run has finished before its budget
     damaged: tuple[str, ...] = ()  # corruptions among its files, and their consequences
     health: tuple[Finding, ...] = ()  # findings about its steps
 
@@ -76,7 +78,11 @@ class RunOutcome:
         so_far = f" ({', '.join(figures)})" if figures else ""
         if self.state == "finished":
             but = ", but cannot have learned" if has_failure(self.health) else ""
-            lines = [f"{self.job} has finished its {self.step} steps{so_far}{but}"]
+            steps = f"{self.step} of {self.steps}" if self.early_stop else f"its {self.step}"
+            lines = [f"{self.job} has finished {steps} steps{so_far}{but}"]
+            if self.early_stop:
+                lines.append(f"It ended early: {self.early_stop.reason}")
+                lines.append(f"The best weights: meshrl export {self.run} --best")
             if (Path(self.run) / "model/config.json").is_file():
                 lines.append(f"The model is in {self.run}/model, the report {self.run}/report.html")
         elif self.state == RUNNING_STATE:
@@ -98,6 +104,7 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
     """Return the state of the run; `is_live`: its mesh runs, None: find out."""
     corruption_lines: list[str] = []
     phase, error, held_out, gave_up = Phase.QUEUED.value, "", None, ""
+    early_stop: EarlyStop | None = None
     for event in json_lines.iterate_rows(run.directory / "events.jsonl", *OUTCOME_EVENTS):
         kind, fields = event["kind"], event["fields"]
         if kind == CORRUPTION_EVENT and fields.get("job") in ("", run.job):
@@ -110,8 +117,10 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
             gave_up = ""  # the mesh continued the run
         if kind == "phase":
             phase, error = fields["phase"], fields.get("error", "")
-        elif kind == "evaluation" and fields.get("sampled") is not None:
-            held_out = float(fields["sampled"])
+        elif kind == "evaluation":
+            early_stop = EarlyStop.from_event(fields) or early_stop
+            if fields.get("sampled") is not None:
+                held_out = float(fields["sampled"])
     figures, last_row = RunFigures(), dict[str, Any]()
     for row in json_lines.iterate_rows(run.directory / "metrics.jsonl"):
         figures.add(row)
@@ -142,6 +151,7 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
         held_out=held_out,
         error=error,
         phase_text=format_phase(phase, document),
+        early_stop=early_stop if early_stop and early_stop.step == figures.last_step else None,
         damaged=(*corruption_lines[-MAX_CORRUPT_FILES:], *list_corrupt_files(run.directory)),
         health=find_problems(figures, document, is_over=state in (Phase.FINISHED, Phase.FAILED)),
     )

@@ -289,6 +289,17 @@ def _check_not_finished(
     if old_document["budget"]["steps"] < new_document["budget"]["steps"]:
         return
     summary_fields = directory_paths.read_json_or_empty(summary)
+    stop = summary_fields.get("early_stop")
+    changed = diff_documents(old_document, new_document).keys()
+    if (
+        stop
+        and summary_fields["phase"] == jobs.Phase.FINISHED
+        and changed.isdisjoint(jobs.EARLY_STOP_KEYS)
+    ):
+        raise Refused(
+            f"{run.display_path} has finished early, after step {stop['step']}: {stop['reason']}",
+            fix=f"To train on: meshrl resume {run.display_path} --set evaluation.patience=0",
+        )
     if (
         summary_fields.get("phase") == jobs.Phase.FINISHED
         and summary_fields.get("steps", 0) >= old_document["budget"]["steps"]

@@ -15,6 +15,7 @@ from meshrl.common.state.registry import RegistryEntry
 from meshrl.view.health.findings import Finding, find_problems
 from meshrl.view.health.run_figures import RunFigures, compute_truncated_share, extend_figures
 from meshrl.view.history.blocked_jobs import ADMISSION, find_block_reason, format_other_jobs
+from meshrl.view.history.early_stop import EarlyStop
 from meshrl.view.history.event_text import ALERT_KINDS, format_event, should_print
 from meshrl.view.history.job_failures import FailureCounter, FailureKind
 from meshrl.view.mesh import prefix_stats
@@ -37,6 +38,7 @@ class Evaluation:
     greedy_reward: float | None  # before, after, and when the best version is chosen by it
     figures: dict[str, float] = field(default_factory=dict)  # figures of all datasets, by name
     is_best: bool = False  # it is the best version so far
+    early_stop: EarlyStop | None = None  # end of the run that it decided
     # of the samples that each figure is of
     scored_shares: dict[str, float] = field(default_factory=dict)
     unscored_reasons: dict[str, int] = field(default_factory=dict)  # why samples are in no figure
@@ -223,6 +225,7 @@ def parse_evaluation(row: dict[str, Any]) -> Evaluation:
         greedy_reward=None if greedy is None else float(greedy),
         figures={name: float(value) for name, value in row.get("figures", {}).items()},
         is_best=bool(row.get("best", False)),
+        early_stop=EarlyStop.from_event(row),
         scored_shares={name: float(share) for name, share in row.get("shares", {}).items()},
         unscored_reasons={kind: int(n) for kind, n in row.get("reasons", {}).items()},
     )

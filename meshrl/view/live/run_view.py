@@ -405,7 +405,9 @@ def format_evaluation(evaluation: Evaluation) -> str:
     parts += [missing] if (missing := explain_unscored(shares, evaluation.unscored_reasons)) else []
     best = "; the best so far" if evaluation.is_best else ""
     what = "held-out" if held_out else "evaluated"
-    return f"{what} after step {evaluation.step}: {', '.join(parts) or 'no figure'}{best}"
+    stop = evaluation.early_stop
+    end = f"; the run ends after step {stop.step}: {stop.reason}" if stop else ""
+    return f"{what} after step {evaluation.step}: {', '.join(parts) or 'no figure'}{best}{end}"
 
 
 def format_held_out(evaluation: Evaluation) -> str:

@@ -7,7 +7,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,7 @@ def summarize(
         "loss": losses or None,
         "evaluations": [_summarize_evaluation(e) for e in evaluations],
         "best_version": next((e.step for e in reversed(evaluations) if e.is_best), None),
+        "early_stop": _summarize_early_stop(evaluations, steps),
         "warm_start_cached": usage.warm_start_cached,
         "cpu_s": cpu_s,
         "cpu_total_s": round(sum(cpu_s.values()), 1),
@@ -176,6 +177,13 @@ def _summarize_evaluation(e: Evaluation) -> dict[str, Any]:
     missing = {name: share for name, share in e.scored_shares.items() if share < 1.0}
     found: dict[str, Any] = {"tag": e.tag, "step": e.step, "figures": e.figures}
     return found | ({"shares": missing, "reasons": e.unscored_reasons} if missing else {})
+
+
+def _summarize_early_stop(evaluations: Sequence[Evaluation], steps: int) -> dict[str, Any] | None:
+    stops = (e.early_stop for e in reversed(evaluations) if e.early_stop)
+    return next(
+        (asdict(stop) | {"reason": stop.reason} for stop in stops if stop.step == steps), None
+    )
 
 
 def _summarize_held_out(evaluations: Sequence[Evaluation], tag: str) -> dict[str, float] | None:

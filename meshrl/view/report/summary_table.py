@@ -111,12 +111,16 @@ def _format_losses(loss: dict[str, float]) -> str:
 
 
 def _list_evaluations(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the best version, if the job selects one, and the last evaluation elsewhere."""
+    """Return an early stop, the best version, and the last evaluation of other sets, if any."""
     every = summary["evaluations"]
     best = [e for e in every if e["step"] == summary["best_version"]]
     last = [e for e in every if e["figures"].keys() - NAMED_APART]
+    stop = summary.get("early_stop")
     return [
-        (what, f"{e['step']}: {format_figures(e['figures'], e.get('shares', {}))}")
-        for what, rows in (("best version", best), ("evaluated last", last))
-        for e in rows[-1:]
+        *([("stopped early", stop["reason"])] if stop else []),
+        *(
+            (what, f"{e['step']}: {format_figures(e['figures'], e.get('shares', {}))}")
+            for what, rows in (("best version", best), ("evaluated last", last))
+            for e in rows[-1:]
+        ),
     ]

@@ -209,7 +209,7 @@ async def test_job_without_a_better_version_ends_after_the_step_in_progress(benc
 
 
 async def test_early_stop_is_undone_with_its_evaluation(bench: Bench) -> None:
-    seats, token = await stop_early(bench, [0.5, 0.7, 0.6, 0.7])
+    seats, _ = await stop_early(bench, [0.5, 0.7, 0.6, 0.7])
     names = steps.VersionReferences("m", "c")
     await steps.open_lineage(bench.state, JOB, TRAINER, seats.trainer, 3, names, "lineage")
     row = await jobs.read_job(bench.state, JOB)
