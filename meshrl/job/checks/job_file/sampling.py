@@ -28,7 +28,7 @@ def check_sampling(job: JobFile) -> None:
             "Remove the key, or set rollout.engine to the built-in engine",
         )
     used = _list_used(job, sampling_keys.ALL)
-    if not used or job.config.is_supervised:
+    if not used or job.config.is_supervised or not job.config.budget.steps:
         return
     if chosen.correction == "none":
         raise job.make_error(

@@ -62,6 +62,8 @@ def test_valid_file_yields_defaults_and_absolute_paths(job: Path) -> None:
         ("mixture", ["training.zebra.auto=true", 'training.emulate="declared/300"'], {}),
         ("mixture", ["training.zebra.attention=2", 'training.emulate="declared/300"'], {}),
         ("calculator", CORRECTED, {"algorithm.correction": "tis"}),
+        ("calculator", ["rollout.min_tokens=2", "budget.steps=0"], {"rollout.min_tokens": 2}),
+        ("calculator", ["optimizer.schedule=cosine"], {"optimizer.schedule": "cosine"}),
         ("calculator", [*CORRECTED, *REFERENCE], {"algorithm.kl_in": "loss"}),
         ("calculator", ["algorithm.name=dapo"], {"algorithm.name": "dapo"}),
         ("calculator", ["algorithm.name=ppo", "algorithm.updates=2"], {"algorithm.updates": 2}),
