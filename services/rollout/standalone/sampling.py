@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -76,11 +77,8 @@ async def sample(
             key, request.row, temperature, seed, console.show_turn, max_new_tokens=most_new
         )
     except ToolFailed as error:
-        if "KeyError" in error.message and not request.is_complete:
-            error.fix = (
-                "Give a whole row as a JSON object: the environment needs more keys than the prompt"
-            )
-        found.error = str(error)
+        is_incomplete = "KeyError" in error.message and not request.is_complete
+        found.error = describe_no_row("environment", error) if is_incomplete else str(error)
         return found
     found.trajectory = played
     if not player.job.config.reward.reward_parts:
@@ -91,11 +89,16 @@ async def sample(
         if request.is_complete:
             found.error = str(error)
         else:
-            found.note = (
-                f"none: {error.message}. Give a whole row as a JSON object if the reward needs "
-                "its keys"
-            )
+            found.note = f"none: {describe_no_row('reward', error)}"
     return found
+
+
+def describe_no_row(what: str, error: ToolFailed) -> str:
+    """Return why a prompt that no row has cannot be used, from the error of the job's code."""
+    missing = re.search(r"KeyError: (.*)", error.message)  # with its place
+    why = f"needs the row's key {missing[1]}" if missing else f"failed ({error.message})"
+    whole = 'Pass a whole row as JSON, such as \'{"prompt": "...", ...}\''
+    return f"no row of the job's datasets has this prompt, and the {what} {why}. {whole}"
 
 
 def build_document(

@@ -160,12 +160,12 @@ async def test_complete_row_has_turns_reward_and_tokens(
 
 async def test_environment_error_is_shown_with_a_fix(game: LocalPlayer) -> None:
     result = await sample_row(game, PromptRequest({"prompt": "c-h:"}, False))
-    assert result.trajectory is None and "KeyError: 'hidden'" in result.error
-    assert "Give a whole row" in result.error and list(format_result(result)) == [
+    assert result.trajectory is None and "key 'hidden' (" in result.error
+    assert "Pass a whole row" in result.error and list(format_result(result)) == [
         f"failed:      {result.error}"
     ]
     whole = await sample_row(game, PromptRequest({"prompt": "c-h:"}, True))
-    assert "KeyError: 'hidden'" in whole.error and "Give a whole row" not in whole.error
+    assert "KeyError: 'hidden'" in whole.error and "Pass a whole row" not in whole.error
     assert build_document(PromptRequest({}, True), whole, 1.0, 7)["ending"] == "failed"
 
 
