@@ -6,8 +6,9 @@ event loop of its own.
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,8 +23,12 @@ from meshrl.scripting.child_process import ChildProcess
 from meshrl.scripting.job_request import Config, write_request
 from meshrl.scripting.row_follower import RowFollower
 from meshrl.view.history import sample_files
+from meshrl.view.history.run_snapshot import parse_evaluations
+from meshrl.view.recording.run_record import select_evaluations
 
+EVALUATION_EVENTS = tuple(f'"kind": "{kind}"' for kind in ("evaluation", "lineage", "changed"))
 POLL_S = 0.3  # of the files of a run
+FOREIGN_POLL_S = 2.0  # of a run of another program, whose state is in its files
 
 
 class JobFailed(MeshError):
@@ -62,8 +67,7 @@ def run(
         JobFailed: The job has failed.
     """
     objects = _name_objects(reward, environment, dataset, held_out)
-    directory = write_request(config, objects, overrides, force)
-    return _follow(_start_child(["start", str(directory)], is_shown=True))
+    return _follow(_start_job(config, objects, overrides, force, is_shown=True))
 
 
 def start(
@@ -82,8 +86,7 @@ def start(
     with this program. Raises ConfigError like `run`.
     """
     objects = _name_objects(reward, environment, dataset, held_out)
-    directory = write_request(config, objects, overrides, force)
-    return _start_child(["start", str(directory)], is_shown=False)
+    return _start_job(config, objects, overrides, force, is_shown=False)
 
 
 def resume(directory: Path | str, overrides: Sequence[str] = ()) -> Run:
@@ -112,13 +115,10 @@ class Run:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """Rows of the evaluations so far: `step`, `tag`, `best`, and figures by their names."""
-        found = (event for event in self._read_events() if event.kind == "evaluation")
-        by_tag = {event.fields["tag"]: event.fields for event in found}
-        return [
-            {"step": row["step"], "tag": tag, "best": bool(row.get("best"))}
-            | row.get("figures", {})
-            for tag, row in by_tag.items()
-        ]
+        rows = json_lines.iterate_rows(self.directory / "events.jsonl", *EVALUATION_EVENTS)
+        job = command_target.read_run(self.directory).job
+        found = parse_evaluations(select_evaluations(list(map(_make_event, rows)), job))
+        return [{"step": e.step, "tag": e.tag, "best": e.is_best, **e.figures} for e in found]
 
     @property
     def samples(self) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ class Run:
     @property
     def state(self) -> str:
         """State of the run: running, finished, failed or stopped."""
-        if self._process is not None and self._process.exit_status is None:
+        if self._has_own_process:
             return outcome.RUNNING_STATE
         return self.read_outcome().state
 
@@ -150,15 +150,19 @@ class Run:
 
     def read_outcome(self) -> outcome.RunOutcome:
         """Return what `meshrl wait` prints: state, step, reward and error."""
-        is_live = None if self._process is None else self._process.exit_status is None
-        return outcome.read_outcome(command_target.read_run(self.directory), is_live)
+        location = command_target.read_run(self.directory)
+        return outcome.read_outcome(location, self._has_own_process or None)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the row of each step, past ones first, until the run ends.
 
         A step that is repeated after a loss is yielded again.
         """
-        yield from self._follow_file("metrics.jsonl")
+        last_rows: dict[int, dict[str, Any]] = {}  # a replaced file has rows that were yielded
+        for row in self._follow_file("metrics.jsonl"):
+            if last_rows.get(row["step"]) != row:
+                last_rows[row["step"]] = row
+                yield row
 
     def events(self) -> Iterator[Event[Any]]:
         """Yield the events of the run, past ones first, until it ends."""
@@ -173,15 +177,16 @@ class Run:
 
         Raises JobFailed if the job has failed, DeadlineExceeded after `timeout_s`.
         """
-        if self._process is None:
-            found = completion.wait_for_outcome(command_target.read_run(self.directory), timeout_s)
-            is_over = found is not None
-        else:
-            is_over = self._process.wait(timeout_s) is not None
-        if not is_over:
-            raise DeadlineExceeded(f"{self.directory} runs for more than {timeout_s:g} s")
-        if self._process is not None and (error := self._process.read_error()):
-            raise error
+        too_long = DeadlineExceeded(f"{self.directory} runs for more than {timeout_s or 0:g} s")
+        if self._process is not None:
+            if self._process.wait(timeout_s) is None:
+                raise too_long
+            if error := self._process.read_error():
+                raise error
+        if self.state == outcome.RUNNING_STATE:  # on a mesh of others
+            location = command_target.read_run(self.directory)
+            if completion.wait_for_outcome(location, timeout_s) is None:
+                raise too_long
         ended = self.read_outcome()
         if ended.state == "failed":
             lines = ended.format_lines()
@@ -209,9 +214,10 @@ class Run:
     ) -> None:
         self.stop()
 
-    def _read_events(self) -> Iterator[Event[Any]]:
-        for row in json_lines.iterate_rows(self.directory / "events.jsonl", '"kind": "evaluation"'):
-            yield make_typed_event(_make_event(row))
+    @property
+    def _has_own_process(self) -> bool:
+        """True while a process of this program runs it."""
+        return self._process is not None and self._process.exit_status is None
 
     def _follow_file(self, name: str) -> Iterator[dict[str, Any]]:
         follower = RowFollower(self.directory / name)
@@ -220,7 +226,7 @@ class Run:
             yield from follower.read_new()
             if not is_running:
                 return
-            time.sleep(POLL_S)
+            time.sleep(POLL_S if self._has_own_process else FOREIGN_POLL_S)
 
 
 def _make_event(row: dict[str, Any]) -> Event:
@@ -235,6 +241,22 @@ def _name_objects(reward: Any, environment: Any, dataset: Any, held_out: Any) ->
         "dataset.train": dataset,
         "dataset.held_out": held_out,
     }
+
+
+def _start_job(
+    config: Config,
+    objects: Mapping[str, Any],
+    overrides: Sequence[str],
+    force: bool,
+    *,
+    is_shown: bool,
+) -> Run:
+    """Start a job in a child process and return its run."""
+    directory = write_request(config, objects, overrides, force)
+    try:
+        return _start_child(["start", str(directory)], is_shown=is_shown)
+    finally:  # the run's bundle has all of it
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _start_child(arguments: list[str], *, is_shown: bool) -> Run:

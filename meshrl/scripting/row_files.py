@@ -21,7 +21,7 @@ def write_rows(key: str, rows: Any, path: Path) -> None:
         names = ", ".join(map(repr, rows))[:200]
         raise ConfigError(
             f"{key} is a {type(rows).__name__} with the keys {names}, not a list of rows",
-            fix=f"Pass one of its splits, as in {key} = data['train']; {ROWS_FIX}",
+            fix="Pass one of its splits, as in data['train'], or a list of dicts",
         )
     if hasattr(rows, "to_dict") and type(rows).__module__.partition(".")[0] == "pandas":
         rows = rows.to_dict(orient="records")
