@@ -8,9 +8,9 @@ The Hub is a server on this host (`tests/unit/meshrl/job/hub_server.py`) with a 
 learned some sums, and a dataset of sums as Parquet. Preparing them is not measured. Each arm, the
 job file with `meshrl run` and the Python program, starts with an empty cache of the Hub.
 
-`toml_lines` and `python_lines` count non-blank lines. `*_minutes` is the time from the command to
-its end, `*_steps` the length of the curve, `*_reward_first` and `*_reward_last` its mean over three
-steps at either end.
+`toml_lines` and `python_lines` count lines. `*_minutes` is the time from the command to its end,
+`*_steps` the length of the curve, and `*_reward_first` and `*_reward_last` its mean over three steps
+at either end.
 """
 
 from __future__ import annotations
