@@ -114,13 +114,13 @@ RULES: Sequence[Rule] = (
         "entropy_collapse",
         judge_low_entropy,
         "the policy has become deterministic: it explores nothing any more",
-        (*RATE_KEYS, "algorithm.clip_high", "rollout.temperature"),
+        (*RATE_KEYS, "algorithm.clip_high", "algorithm.entropy_coefficient"),
     ),
     Rule(
         "entropy_explosion",
         judge_high_entropy,
         "updates make the policy random: the rate is too high, or the data too stale",
-        (*RATE_KEYS, "algorithm.max_staleness"),
+        (*RATE_KEYS, "algorithm.max_staleness", "algorithm.entropy_coefficient"),
     ),
     Rule(
         "logprob_gap",
