@@ -35,7 +35,7 @@ class ChildProcess:
         read, write = os.pipe()
         own_output = sys.stdout if sys.stdout is sys.__stdout__ else None  # no notebook's
         on_terminal = is_shown and own_output is not None and own_output.isatty()
-        argv = [sys.executable, "-m", CHILD_MODULE, str(os.getpid()), str(write), *arguments]
+        argv = [sys.executable, "-P", "-m", CHILD_MODULE, str(os.getpid()), str(write), *arguments]
         try:
             self._process = subprocess.Popen(
                 argv,
