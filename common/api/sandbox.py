@@ -140,7 +140,8 @@ class CallOutcome:
 
     id: int
     status: str  # one of the above
-    value: Any  # a reward's is a finite float; None unless ok
+    # a reward's is a finite float, or with metrics as in `reward_numbers`; None unless ok
+    value: Any
     error: str  # one line: error, and location in the job's code
 
 

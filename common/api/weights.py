@@ -263,6 +263,9 @@ class TrajectoryGroup:
     expert_ids: Array = field(default_factory=lambda: NO_EXPERTS)
     expert_shape: list[int] = field(default_factory=lambda: [0, 0])
     abandoned_above: int = SINGLE_LINEAGE  # see `lineages`; only a stored group's row has it
+    # numbers of rewards and environments, float64 [members, names]; NaN: a member has none
+    metric_names: list[str] = field(default_factory=list)
+    metrics: Array = field(default_factory=lambda: np.zeros((0, 0), np.float64))
 
     @property
     def sampled_versions(self) -> NDArray[np.int32]:

@@ -1,10 +1,16 @@
-"""Validation of numbers that a job's code returns as rewards, equal to the sandbox's."""
+"""Validation of what a job's code returns as rewards: numbers, perhaps with metrics beside them."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
+
+MAX_METRICS = 32  # metrics of one trajectory
+METRIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}")
+REWARD_KEYS = ("reward", "metrics")
 
 
 def to_finite_float(value: Any, name: str) -> float:
@@ -23,3 +29,41 @@ def to_finite_float(value: Any, name: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, not {value!r:.80}")
     return number
+
+
+def parse_metrics(value: Any) -> dict[str, float]:
+    """Return metrics, numbers by name. Raise TypeError or ValueError."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"'metrics' must be a dict of numbers by name, not {value!r:.80}")
+    if len(value) > MAX_METRICS:
+        raise ValueError(f"'metrics' has {len(value)} names; the limit is {MAX_METRICS}")
+    for name in value:
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
+            raise ValueError(
+                f"the name of a metric must be up to 64 letters, digits, '_', '.' and '-', not "
+                f"{name!r:.80}"
+            )
+    return {name: to_finite_float(number, f"metric {name!r}") for name, number in value.items()}
+
+
+def parse_reward(value: Any, name: str = "a reward") -> float | dict[str, Any]:
+    """Return a reward as a finite number, or with metrics as {'reward': number, 'metrics': dict}.
+
+    Raise TypeError or ValueError.
+    """
+    if not isinstance(value, Mapping):
+        return to_finite_float(value, name)
+    if unknown := [key for key in value if key not in REWARD_KEYS]:
+        raise ValueError(f"there is no key {unknown[0]!r}; there are 'reward' and 'metrics'")
+    if "reward" not in value:
+        raise ValueError("the key 'reward' is missing")
+    reward = to_finite_float(value["reward"], "'reward'")
+    metrics = parse_metrics(value.get("metrics") or {})
+    return {"reward": reward, "metrics": metrics} if metrics else reward
+
+
+def split_reward(value: Any) -> tuple[float | None, dict[str, float]]:
+    """Return reward and metrics of a value of `parse_reward`; None: no reward."""
+    if isinstance(value, Mapping):
+        return value["reward"], dict(value["metrics"])
+    return value, {}

@@ -141,6 +141,7 @@ def read_result(run_dir: Path) -> dict[str, Any] | None:
             result_keys = (
                 "figures",
                 "shares",
+                "metrics",
                 "reasons",
                 "problems",
                 "failed",
@@ -158,6 +159,9 @@ def _print_result(found: dict[str, Any]) -> None:
         table.add_row(
             name.replace(f"{HELD_OUT}.", "held-out, "), Text.assemble((f"{value:.3f}", "bold"), of)
         )
+    for set_name, metrics in found.get("metrics", {}).items():
+        for name, value in metrics.items():
+            table.add_row(f"{set_name}, {name}", f"{value:.3f}")
     table.add_row("failed samples", str(found["failed"]))
     for reason, count in found.get("reasons", {}).items():
         table.add_row("", f"{count} x {reason}")

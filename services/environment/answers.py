@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshrl.common.environment.reward_numbers import to_finite_float
+from meshrl.common.environment.reward_numbers import (
+    REWARD_KEYS,
+    parse_metrics,
+    parse_reward,
+    to_finite_float,
+)
 
-ANSWER_KEYS = ("tool", "input", "append", "done", "reward")
+ANSWER_KEYS = ("tool", "input", "append", "done", "reward", "metrics")
 ANSWER_FORMS = (
     "an environment returns {'tool': name, 'input': x}, {'append': observation}, {'done': True} or "
-    "{'done': True, 'reward': number}; the last two may include 'append'"
+    "{'done': True, 'reward': number}; the last two may include 'append', and the last one "
+    "'metrics': {name: number}"
 )
 
 
@@ -34,7 +40,8 @@ class EnvironmentAnswer:
     input: Any = None
     append: Any = None  # None: nothing
     done: bool = False
-    reward: float | None = None  # left to the job's reward
+    # a number, or with metrics as in `reward_numbers`; None: left to the job's reward
+    reward: Any = None
 
 
 def call_environment(function: Callable[..., Any], *arguments: Any) -> EnvironmentAnswer:
@@ -44,11 +51,13 @@ def call_environment(function: Callable[..., Any], *arguments: Any) -> Environme
         return _parse_answer(value)
 
 
-def call_for_reward(function: Callable[..., Any], *arguments: Any) -> float | None:
-    """Call a function that returns a reward, or None to leave it to the job's reward."""
+def call_for_reward(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that returns a reward, perhaps with metrics, or None to leave it to the job's
+    reward.
+    """
     value = function(*arguments)
     with _raise_invalid_answer(function, value):
-        return None if value is None else to_finite_float(value, "a reward")
+        return None if value is None else parse_reward(value)
 
 
 @contextlib.contextmanager
@@ -78,11 +87,14 @@ def _parse_answer(value: Any) -> EnvironmentAnswer:
         return EnvironmentAnswer(tool=given["tool"], input=given.get("input"))
     if "input" in given:
         raise ValueError("'input' requires 'tool'")
-    if "reward" in given and not done:
-        raise ValueError("'reward' requires 'done': True; only the last answer may have a reward")
+    for key in REWARD_KEYS:
+        if key in given and not done:
+            raise ValueError(f"{key!r} requires 'done': True; only the last answer may have it")
     if done and given.get("append") in ("", []):
         del given["append"]
     if not done and "append" not in given:
         raise ValueError(f"the answer lacks 'tool', 'append' and 'done'; {ANSWER_FORMS}")
-    reward = to_finite_float(given["reward"], "'reward'") if "reward" in given else None
+    reward: Any = to_finite_float(given["reward"], "'reward'") if "reward" in given else None
+    if metrics := parse_metrics(given.get("metrics", {})):
+        reward = {"reward": reward, "metrics": metrics}
     return EnvironmentAnswer(append=given.get("append"), done=bool(done), reward=reward)

@@ -1,8 +1,8 @@
 """One trajectory's environment inside an environment process: token ids in, actions out.
 
 The shard acts on the answers of a session: `["tool", [name, input]]`, `["append", ids]`, `["done",
-score]`, or `["last", [ids, score]]` for an end with a last observation. The score is None when it
-is left to the job's reward.
+score]`, or `["last", [ids, score]]` for an end with a last observation. The score is a number, or
+with metrics as in `reward_numbers`, and None when it is left to the job's reward.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EnvironmentSession(ABC):
         """Return the action that follows a tool's value."""
         return self._call_for_action(self._environment.result, value)
 
-    def truncate(self, ids: list[int]) -> float | None:
+    def truncate(self, ids: list[int]) -> Any:
         """Return the score of a trajectory that ends before its environment does; most leave it
         open.
 

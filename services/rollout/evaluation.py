@@ -19,6 +19,7 @@ from meshrl.common.job.evaluation_plan import (
     LOSS_METRIC,
     EvaluationPlan,
     compute_figures,
+    compute_mean,
     is_comparable,
     is_loss_due,
 )
@@ -44,6 +45,7 @@ class SampledSet:
     failed_samples: int = 0
     failure_reasons: Counter[str] = field(default_factory=Counter)  # by kind of failure
     mixed_samples: int = 0  # samples with tokens of another version
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # of the counted samples
 
     @property
     def all_rewards(self) -> list[float]:
@@ -70,6 +72,7 @@ class EvaluationRun:
         self._set_count = 0
         self._sampled_sets: list[SampledSet] = []
         self._figures: dict[str, tuple[float, SampledSet]] = {}  # figures with their samples
+        self._metrics: dict[str, dict[str, float]] = {}  # means of rewards' metrics, by set
 
     async def run(self) -> dict[str, Any]:
         """Evaluate all sets; record and return the figures by name, with their details, under the
@@ -99,6 +102,7 @@ class EvaluationRun:
             "failed": sum(drawn.failed_samples for drawn in self._sampled_sets),
             "mixed": sum(drawn.mixed_samples for drawn in self._sampled_sets),
             "shares": shares,
+            "metrics": self._metrics,
             "reasons": dict(
                 sum((drawn.failure_reasons for drawn in self._sampled_sets), Counter())
             ),
@@ -133,6 +137,8 @@ class EvaluationRun:
         found = compute_figures(mean_name, sampling, drawn.rewards)
         for figure_name, figure in found.items():
             self._figures[figure_name] = figure, drawn
+        means = {metric: compute_mean(values) for metric, values in sorted(drawn.metrics.items())}
+        self._metrics |= {name: means} if means else {}
         return dict.fromkeys(found or [mean_name], drawn.valid_share)
 
     def _choose_best_value(self, best: str) -> float | None:
@@ -188,6 +194,8 @@ class EvaluationRun:
                     drawn.failure_reasons["of another version"] += 1
                 else:
                     rewards.append(t.outcome.reward)
+                    for metric, number in t.outcome.metrics.items():
+                        drawn.metrics.setdefault(metric, []).append(number)
         self._sampled_sets.append(drawn)
         shard.samples.write_evaluation_samples(self._plan.tag, name, version, each)
         return drawn

@@ -13,6 +13,7 @@ import numpy as np
 
 from meshrl.common.api.engine import FinishReason, SamplingParams
 from meshrl.common.base.errors import ToolFailed
+from meshrl.common.environment.reward_numbers import split_reward
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.model.tokens.tokenizer import Tokenizer
@@ -159,7 +160,7 @@ class TrajectoryRunner:
                     [trajectory.id, trajectory.last_observation],
                     trajectory.group,
                 )
-            end = [trajectory.id, ending.reason, ending.reward, ending.error]
+            end = [trajectory.id, ending.reason, ending.reward, ending.error, ending.metrics]
             self.ledger.defer_record(RecordKind.END, end, trajectory.group)
         trajectory.outcome = ending
         past = self.router.scheduler.record_end(trajectory, stay.bucket_state)
@@ -184,7 +185,8 @@ class TrajectoryRunner:
                     await self.ledger.write_records((RecordKind.OPEN, head), groups=(t.group,))
             reason, score = await JobTurnPlayer(self, assignment, row).play()
             assignment.finish()
-            return TrajectoryOutcome(reason, await self.compute_reward(t, row, reason, score))
+            reward, metrics = await self.compute_reward(t, row, reason, score)
+            return TrajectoryOutcome(reason, reward, metrics=metrics)
         except ToolFailed as error:
             self.mesh.telemetry.log.warning("trajectory failed", trajectory=t.id, error=str(error))
             return self._record_failure(t, error)
@@ -196,26 +198,28 @@ class TrajectoryRunner:
         return TrajectoryOutcome("failed", None, str(error), kind)
 
     async def compute_reward(
-        self, trajectory: Trajectory, row: dict[str, Any], reason: str, score: float | None
-    ) -> float:
-        """Return the job's reward or judge's verdict, or else the environment's own score. Raise
-        TrajectoryFailed if it is no finite number.
+        self, trajectory: Trajectory, row: dict[str, Any], reason: str, score: Any
+    ) -> tuple[float, dict[str, float]]:
+        """Return the job's reward or judge's verdict, or else the environment's own score, with the
+        metrics of both. Raise TrajectoryFailed if the reward is no finite number.
         """
         environment = self.config.environment
+        found, own = split_reward(score)
+        metrics = {f"environment/{name}": number for name, number in own.items()}
         trajectory.stopwatch.enter("reward")
         if self.judge is not None:
             found = await self.judge.judge_trajectory(
                 row, self.transcript.build_turns(trajectory, reason)
             )
         elif self.config.reward.reward_parts:
-            found = await self.sandbox_client.compute_reward(
+            value = await self.sandbox_client.compute_reward(
                 row, self.transcript.build_turns(trajectory, reason)
             )
+            found, own = split_reward(value)
+            metrics |= {f"reward/{name}": number for name, number in own.items()}
         elif not (environment.use or environment.verifiers):
             found = 0.0
-        elif score is not None:
-            found = score
-        else:
+        if found is None:
             raise TrajectoryFailed(
                 f"the environment returned no reward for the trajectory, which ended by {reason}",
                 kind=f"ungradable, ended by {reason}",
@@ -227,7 +231,7 @@ class TrajectoryRunner:
                 kind="reward is not finite",
                 fix="Check the values that the reward, its weights and the environment return",
             )
-        return found
+        return found, metrics
 
     async def close(self) -> None:
         """Close the runner; trajectories in flight remain in the ledger."""
@@ -277,7 +281,7 @@ class JobTurnPlayer(TurnPlayer):
             self.trajectory.id, value, self._build_replay
         )
 
-    async def end_early(self, ids: list[int], has_tool_value: bool) -> tuple[str, float | None]:
+    async def end_early(self, ids: list[int], has_tool_value: bool) -> tuple[str, Any]:
         self.trajectory.stopwatch.enter("environment")
         replay = lambda: self._build_replay(has_tool_value)  # noqa: E731
         return await self._runner.environment_pool.end_early(self.trajectory.id, ids, replay)

@@ -119,6 +119,7 @@ class SampleWriter:
             "member": trajectory.member,
             "why": reasons,
             "reward": trajectory.outcome.reward,
+            "metrics": trajectory.outcome.metrics,
             "ending": trajectory.outcome.reason,
             "failure": trajectory.outcome.failure_kind,
             "error": trajectory.outcome.error,

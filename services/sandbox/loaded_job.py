@@ -17,9 +17,11 @@ from meshrl.common.api.sandbox import (
     REFUSED,
     LoadJob,
     RewardCall,
+    RewardPart,
     ToolCall,
 )
 from meshrl.common.base.clock import Clock
+from meshrl.common.environment.reward_numbers import split_reward
 from meshrl.common.job import builtin
 from meshrl.services.sandbox.grading.code import code_reward as code
 from meshrl.services.sandbox.grading.code import pytest_tests
@@ -164,8 +166,7 @@ class LoadedJob:
             missing = f"job {self.loaded.job} has no reward"
             return [CallResult(RAISED, None, missing) for _ in calls]
         by_part = await asyncio.gather(*(self._score_part(i, calls) for i in range(len(parts))))
-        weights = [part.weight for part in parts]
-        return [sum_rewards(weights, answers) for answers in zip(*by_part, strict=True)]
+        return [sum_rewards(parts, answers) for answers in zip(*by_part, strict=True)]
 
     async def _score_part(self, number: int, calls: Sequence[RewardCall]) -> Sequence[CallResult]:
         part = self.loaded.rewards[number]
@@ -217,19 +218,47 @@ async def catch_errors(work: Awaitable[CallResult]) -> CallResult:
         return CallResult(CRASHED, None, f"{type(error).__name__}: {error}"[:500])
 
 
-def sum_rewards(weights: Sequence[float], answers: Sequence[CallResult]) -> CallResult:
-    """Return the weighted sum, rounded once; else the first answer that is no score.
+def sum_rewards(parts: Sequence[RewardPart], answers: Sequence[CallResult]) -> CallResult:
+    """Return the weighted sum, rounded once, with the parts' metrics; else the first answer that is
+    no score.
 
     BAD_VALUE if the sum is not finite.
     """
     if wrong := [answer for answer in answers if answer.status != OK]:
         return wrong[0]
-    terms = [weight * answer.value for weight, answer in zip(weights, answers, strict=True)]
+    found = [split_reward(answer.value) for answer in answers]
+    values = [reward or 0.0 for reward, _ in found]
+    terms = [part.weight * value for part, value in zip(parts, values, strict=True)]
     try:
         total = math.fsum(terms)
     except (OverflowError, ValueError):  # beyond the largest number; inf - inf
         total = math.nan
     if math.isfinite(total):
-        return CallResult(OK, total, "")
-    sum_text = " + ".join(f"{w:g} * {a.value:g}" for w, a in zip(weights, answers, strict=True))
+        metrics = found[0][1]
+        if len(parts) > 1:
+            metrics = join_metrics(name_parts(parts), values, [own for _, own in found])
+        return CallResult(OK, {"reward": total, "metrics": metrics} if metrics else total, "")
+    sum_text = " + ".join(
+        f"{part.weight:g} * {value:g}" for part, value in zip(parts, values, strict=True)
+    )
     return CallResult(BAD_VALUE, None, f"the sum of reward.parts is not finite: {sum_text}")
+
+
+def name_parts(parts: Sequence[RewardPart]) -> list[str]:
+    """Return a name for each part: its function's, with a number if an earlier part has it."""
+    names: list[str] = []
+    for part in parts:
+        name = part.use.rpartition(":")[2]
+        earlier = sum(n == name or n.startswith(f"{name}_") for n in names)
+        names.append(f"{name}_{earlier + 1}" if name in names else name)
+    return names
+
+
+def join_metrics(
+    names: Sequence[str], values: Sequence[float], metrics: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """Return each part's value under its name, and its metrics under `part/metric`."""
+    found = dict(zip(names, values, strict=True))
+    for name, own in zip(names, metrics, strict=True):
+        found |= {f"{name}/{key}": number for key, number in own.items()}
+    return found

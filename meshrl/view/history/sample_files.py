@@ -110,8 +110,11 @@ def format_heading(sample: Sample) -> str:
 
 
 def format_reward(sample: Sample) -> str:
-    """Return the reward as text."""
-    return "no reward" if sample["reward"] is None else f"{sample['reward']:.3f}"
+    """Return the reward as text, with its metrics."""
+    if sample["reward"] is None:
+        return "no reward"
+    metrics = ", ".join(f"{name} {value:g}" for name, value in sample.get("metrics", {}).items())
+    return f"{sample['reward']:.3f}" + (f" ({metrics})" if metrics else "")
 
 
 def describe_end(sample: Sample) -> str:

@@ -14,6 +14,8 @@ from meshrl.view.report.charts import Figure, Series
 Points = list[tuple[float, float]]
 # Figures of the policy that samples.
 SAMPLING_TITLES = ("Reward spread", "Loss", "KL divergence, nats", "Clipped tokens, share")
+METRIC_PREFIXES = ("reward/", "environment/")
+MAX_METRIC_FIGURES = 24
 StepRows = Sequence[Mapping[str, Any]]
 
 
@@ -27,6 +29,7 @@ def make_figures(
         *make_health_figures(rows, events),
         *make_trajectory_figures(rows),
         make_time_figure(rows),
+        *make_metric_figures(rows),
     ]
 
 
@@ -123,6 +126,15 @@ def make_time_figure(rows: StepRows) -> Figure:
     """Return the figure of the time that the job's core spends on training and waiting."""
     waited = Series("waiting for trajectories", extract_column(rows, "wait_s"))
     return Figure("Seconds a step", [Series("training", extract_column(rows, "train_s")), waited])
+
+
+def make_metric_figures(rows: StepRows) -> list[Figure]:
+    """Return a figure for each metric of rewards and environments, such as `reward/format`."""
+    names = sorted({key for row in rows for key in row if key.startswith(METRIC_PREFIXES)})
+    return [
+        Figure(f"Metric {name}", [Series("mean of the step", extract_column(rows, name))])
+        for name in names[:MAX_METRIC_FIGURES]
+    ]
 
 
 def extract_column(rows: StepRows, key: str) -> Points:

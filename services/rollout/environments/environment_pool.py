@@ -118,7 +118,8 @@ class EnvironmentPool:
     ) -> tuple[str, str, Any]:
         """Run a step: return the turn's text, the action (tool, append or done), and its value.
 
-        The value is the name and input of a tool, the appended ids, or a score or None.
+        The value is the name and input of a tool, the appended ids, or a score (a number, or with
+        metrics as in `reward_numbers`) or None.
         """
         text, action, value = await self._perform(key, "step", ids, replay)
         return text, action, value
@@ -131,7 +132,7 @@ class EnvironmentPool:
 
     async def end_early(
         self, key: int, ids: list[int], replay: Callable[[], Any]
-    ) -> tuple[str, float | None]:
+    ) -> tuple[str, Any]:
         """End the trajectory, within a turn or before one. Return the text of `ids`, its unfinished
         turn, and the environment's score, if any.
         """

@@ -34,6 +34,8 @@ def build_group(
     """
     endings = [t.outcome or TrajectoryOutcome("failed") for t in members]
     rewards = [np.nan if e.reward is None else e.reward for e in endings]
+    names = sorted({name for e in endings for name in e.metrics})
+    metrics = [[e.metrics.get(name, np.nan) for name in names] for e in endings]
     experts = concatenate_experts((t.experts, t.length) for t in members)
     return TrajectoryGroup(
         group=group,
@@ -48,6 +50,8 @@ def build_group(
         expert_ids=experts,
         expert_shape=list(expert_shape()) if experts.size else [0, 0],
         abandoned_above=SINGLE_LINEAGE,
+        metric_names=names,
+        metrics=np.array(metrics, np.float64).reshape(len(members), len(names)),
     )
 
 

@@ -220,15 +220,15 @@ class SandboxClient:
             return {"status": CRASHED, "output": f"[crashed: {outcome.error}]"}
         return _get_value(outcome, f"tool {name}")
 
-    async def compute_reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-        """Compute the job's reward. Raise ToolFailed if the function raises, hangs or returns an
-        invalid value.
+    async def compute_reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> Any:
+        """Compute the job's reward: a number, or with metrics as in `reward_numbers`. Raise
+        ToolFailed if the function raises, hangs or returns an invalid value.
         """
         deadline_s = self._job.config.reward.deadline_s
         call = self._call_with_retries(
             self._reward_batcher, (row, turns), REWARD_FUNCTION, deadline_s
         )
-        return float(_get_value(await call, REWARD_FUNCTION))
+        return _get_value(await call, REWARD_FUNCTION)
 
     def end_session(self, session: str) -> None:
         """End the session of a trajectory. Its sandbox is notified in the background, after the

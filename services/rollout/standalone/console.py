@@ -68,9 +68,12 @@ class ChatConsole:
     def print_result(self, played: PlayedTrajectory, as_json: bool) -> None:
         if as_json:
             document = {"prompt": played.prompt, "turns": played.turns, "reason": played.reason}
-            print(json.dumps(document | {"score": played.score}, ensure_ascii=False), flush=True)
+            document |= {"score": played.score, "metrics": played.metrics}
+            print(json.dumps(document, ensure_ascii=False), flush=True)
         elif played.score is not None:
             print(f"{'reward:':<13}{played.score:g}", flush=True)
+            for name, value in played.metrics.items():
+                print(f"{f'  {name}:':<13}{value:g}", flush=True)
 
 
 def create_base_parser(description: str | None) -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from meshrl.common.api.sandbox import (
 )
 from meshrl.common.base.encoding.messages import decode, encode
 from meshrl.common.base.errors import MeshError, Refused, ToolFailed, from_wire
+from meshrl.common.environment.reward_numbers import split_reward
 from meshrl.common.generation.builtin.engine_builder import BuiltinEngine, build_engine
 from meshrl.common.generation.engine_contract import GenerationRequest
 from meshrl.common.job.builtin import PERSON
@@ -81,6 +82,7 @@ class PlayedTrajectory:
     score: float | None  # of the environment, or the job's reward; None: no score
     tokens: int = 0  # in total, with the prompt and appended tokens
     sampled_tokens: int = 0  # of these, sampled by the model
+    metrics: dict[str, float] = field(default_factory=dict)  # of the score
 
 
 class LocalPlayer:
@@ -154,11 +156,11 @@ class LocalPlayer:
         reason, score = await turns_of.play()
         await self.call_environment(key, "close", None)
         turns = self.transcript.build_turns(t, reason)
+        score, metrics = split_reward(score)
         if with_reward and self.job.config.reward.reward_parts:
-            score = await self.compute_reward(row, turns)
-        return PlayedTrajectory(
-            self.transcript.decode_prompt(t), turns, reason, score, t.length, _count_sampled(t)
-        )
+            score, metrics = await self.compute_reward(row, turns)
+        prompt = self.transcript.decode_prompt(t)
+        return PlayedTrajectory(prompt, turns, reason, score, t.length, _count_sampled(t), metrics)
 
     def generate(
         self, trajectory: Trajectory, temperature: float, max_new_tokens: int
@@ -234,8 +236,12 @@ class LocalPlayer:
             raise ToolFailed(f"tool {name} failed: {outcome.status}: {outcome.error}")
         return outcome.value
 
-    async def compute_reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-        """Compute the job's reward of a trajectory of a row. Raise ToolFailed if it fails."""
+    async def compute_reward(
+        self, row: dict[str, Any], turns: list[dict[str, Any]]
+    ) -> tuple[float | None, dict[str, float]]:
+        """Compute the job's reward of a trajectory of a row, and its metrics. Raise ToolFailed if
+        it fails.
+        """
         deadline_s = self.job.config.reward.deadline_s
         call = RewardCall(0, self.job.id, row, turns, deadline_s)
         outcome = await self._call_sandbox(
@@ -243,7 +249,7 @@ class LocalPlayer:
         )
         if outcome.status != OK:
             raise ToolFailed(f"the reward failed: {outcome.status}: {outcome.error}")
-        return float(outcome.value)
+        return split_reward(outcome.value)
 
     async def _call_sandbox(self, method: str, request: Any, deadline_s: float) -> CallOutcome:
         if self._sandbox is None:
@@ -309,7 +315,7 @@ class LocalTurnPlayer(TurnPlayer):
         action, then = await self._player.call_environment(self.trajectory.group, "result", value)
         return action, then
 
-    async def end_early(self, ids: list[int], has_tool_value: bool) -> tuple[str, float | None]:
+    async def end_early(self, ids: list[int], has_tool_value: bool) -> tuple[str, Any]:
         text, score = await self._player.call_environment(self.trajectory.group, "cut", ids)
         return text, score
 

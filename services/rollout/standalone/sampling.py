@@ -84,7 +84,7 @@ async def sample(
     if not player.job.config.reward.reward_parts:
         return found
     try:
-        played.score = await player.compute_reward(request.row, played.turns)
+        played.score, played.metrics = await player.compute_reward(request.row, played.turns)
     except ToolFailed as error:
         if request.is_complete:
             found.error = str(error)
@@ -111,6 +111,7 @@ def build_document(
         "prompt": played.prompt if played else None,
         "turns": played.turns if played else [],
         "reward": played.score if played else None,
+        "metrics": played.metrics if played else {},
         "ending": played.reason if played else "failed",
         "error": result.error,
         "tokens": played.tokens if played else 0,
@@ -126,6 +127,8 @@ def format_result(result: SampleResult) -> Iterable[str]:
         reward = f"{played.score:g}" if played.score is not None else result.note
         if reward and not result.error:
             yield f"{'reward:':<13}{reward}"
+            for name, value in played.metrics.items():
+                yield f"{f'  {name}:':<13}{value:g}"
         yield (
             f"{'tokens:':<13}{played.tokens}, {played.sampled_tokens} sampled, ended: "
             f"{played.reason}"

@@ -170,6 +170,8 @@ class TrajectoryOutcome:
     reward: float | None = None
     error: str = ""
     failure_kind: str = ""  # of a typed failure, not stored
+    # numbers of the reward and the environment by name, such as `reward/format`
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Trajectory(TokenBuffer):
@@ -304,7 +306,8 @@ class RestoredGroups:
         elif record.kind is RecordKind.APPEND:
             trajectory.append(p[1])
         elif record.kind is RecordKind.END:
-            trajectory.outcome = TrajectoryOutcome(*p[1:4])
+            metrics = p[4] if len(p) > 4 else {}  # earlier versions recorded none
+            trajectory.outcome = TrajectoryOutcome(*p[1:4], metrics=metrics)
 
     def list_open_groups(self) -> dict[int, list[Trajectory]]:
         """List unclosed groups with their members in the ledger, in member order."""

@@ -33,7 +33,7 @@ class TurnPlayer(ABC):
         """Send a tool's value to the environment; return (action, value)."""
 
     @abstractmethod
-    async def end_early(self, ids: list[int], has_tool_value: bool) -> tuple[str, float | None]:
+    async def end_early(self, ids: list[int], has_tool_value: bool) -> tuple[str, Any]:
         """End the environment; return the text of `ids`, its unfinished turn, and its score.
         `has_tool_value`: it has received the value of the last tool.
         """
@@ -54,7 +54,7 @@ class TurnPlayer(ABC):
         """Return True if no turn fits after `ids`."""
         return self.trajectory.length + len(ids) >= self.max_tokens
 
-    async def play(self) -> tuple[str, float | None]:
+    async def play(self) -> tuple[str, Any]:
         """Play to the end; return (reason: done, length or turns; the environment's score)."""
         t = self.trajectory
         while True:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgpack
 
+from meshrl.common.environment import reward_numbers
 from meshrl.common.job.bundle.source_locations import append_location, locate_error, locate_function
 from meshrl.common.mesh.process.entry.child import ChildChannel
 
@@ -114,8 +115,13 @@ def format_name(name: str) -> str:
     return "reward" if name.startswith(REWARD) else name.removeprefix(TOOL)
 
 
-def check_reward(value: object) -> tuple[float | None, str]:
-    """Return (the reward, "") or (None, the error)."""
+def check_reward(value: object) -> tuple[object, str]:
+    """Return (the reward, as in `reward_numbers`, "") or (None, the error)."""
+    if isinstance(value, dict):
+        try:
+            return reward_numbers.parse_reward(value), ""
+        except (TypeError, ValueError) as error:
+            return None, f"{short_repr(value)}: {error}"
     if not isinstance(value, Real):
         return None, f"{short_repr(value)}, a {type(value).__name__}; a reward is a finite number"
     try:

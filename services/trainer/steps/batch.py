@@ -25,6 +25,7 @@ from meshrl.services.trainer.losses.shaping import (
 MAX_REFILLS_PER_GROUP = 10  # groups replaced in a step, per group of its batch
 # Arrays that losses may use, by name -> their fields in a group.
 EXTRA_FIELDS = {"reference": "reference_logprobs", "teacher": "teacher_logprobs"}
+MAX_STEP_METRICS = 256  # names of rewards' metrics in a step's row
 MAX_REWARD = 1e100  # above, sums of squares overflow float64
 MAX_ADVANTAGE = 1e15  # above, squares of gradients overflow float32, whose largest is 3e38
 
@@ -49,6 +50,7 @@ class StepBatch:
     mixed_count: int = 0  # trajectories sampled by more than one version
     turn_count: int = 0  # runs of sampled tokens
     truncated_count: int = 0  # trajectories cut off at the maximum length
+    metric_values: dict[str, list[float]] = field(default_factory=dict)  # of scored trajectories
     masked_count: int = 0  # those of them that `mask_truncated` masks, also in filtered groups
 
     def add(self, group: TrajectoryGroup) -> list[TrainingSequence]:
@@ -62,6 +64,9 @@ class StepBatch:
         self.turn_count += sum(count_turns(s.loss_mask) for s in members)
         rewards = select_scored_rewards(group)
         self.rewards += rewards.tolist()
+        for name, values in zip(group.metric_names, group.metrics.T, strict=True):
+            found = values[np.isfinite(group.rewards) & np.isfinite(values)]
+            self.metric_values.setdefault(name, []).extend(found.tolist())
         left_out = [is_masked(sequence, self.config) for sequence in members]
         self.masked_count += sum(left_out)
         advantages = compute_advantages(members, rewards, self.config)
@@ -113,12 +118,18 @@ class StepBatch:
             "mixed": self.mixed_count,
             "truncated": self.truncated_count,
             "masked": self.masked_count,
-        }
+        } | average_metrics(self.metric_values)
 
 
 def count_turns(loss_mask: NDArray[np.bool_]) -> int:
     """Return the number of runs of sampled tokens in a sequence's mask, bool [tokens]."""
     return int(loss_mask[:1].sum() + (loss_mask[1:] & ~loss_mask[:-1]).sum())
+
+
+def average_metrics(values: dict[str, list[float]]) -> dict[str, float]:
+    """Return the mean of each metric; of too many names, those with the most values."""
+    names = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_STEP_METRICS]
+    return {name: float(np.mean(values[name])) for name in sorted(names) if values[name]}
 
 
 def compute_advantages(
@@ -244,6 +255,8 @@ def validate_group(group: TrajectoryGroup) -> TrajectoryGroup:
         unfit = f"{members} and {len(group.rewards)} rewards"
     elif len(group.truncated) and group.truncated.shape != lengths.shape:
         unfit = f"{members} and {len(group.truncated)} truncation flags"
+    elif group.metric_names and group.metrics.shape != (len(lengths), len(group.metric_names)):
+        unfit = f"{members} and metrics of shape {list(group.metrics.shape)}"
     elif (lengths < 0).any() or tokens.shape != (int(lengths.sum()),):
         unfit = (
             f"{len(tokens)} tokens, and the lengths of its members add up to {int(lengths.sum())}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,12 +19,13 @@ import pytest
 
 from meshrl.common.base.errors import ConfigError, DeadlineExceeded
 from meshrl.common.environment.creation_errors import convert_creation_errors
-from meshrl.common.environment.reward_numbers import to_finite_float
+from meshrl.common.environment.reward_numbers import parse_reward, split_reward, to_finite_float
 from meshrl.common.mesh.process.diagnosis.failure import Failure
 from meshrl.common.mesh.process.entry.child import ChildChannel
 from meshrl.services.environment import threaded_server
 from meshrl.services.environment.answers import EnvironmentAnswer, InvalidAnswer, call_environment
 from meshrl.services.environment.environments import Environments
+from meshrl.services.sandbox.workers.worker import BAD_VALUE, REWARD, run_call
 from meshrl.sim.mesh.job.job_setup import CHARACTERS
 from tests.load import scaled
 from tests.unit.common.model.chatting import qwen3_tokenizer
@@ -72,7 +74,41 @@ INVALID_ANSWERS: list[tuple[Any, str]] = [
     ({"done": True, "reward": -math.inf}, "'reward' must be finite, not -inf"),
     ({"done": True, "reward": 10**400}, "'reward' must be finite"),
     ({"done": True, "reward": 1j}, "'reward' must be a finite number, not 1j"),
+    ({"append": "x", "metrics": {"a": 1}}, "'metrics' requires 'done': True"),
+    ({"done": True, "metrics": [1]}, "'metrics' must be a dict of numbers by name, not [1]"),
 ]
+INVALID_REWARDS: list[tuple[Any, str]] = [
+    ({}, "the key 'reward' is missing"),
+    ({"metrics": {"a": 1}}, "the key 'reward' is missing"),
+    ({"reward": 1, "metric": {}}, "there is no key 'metric'"),
+    ({"reward": None}, "'reward' must be a finite number, not None"),
+    ({"reward": 1, "metrics": {"a": "1"}}, "metric 'a' must be a finite number, not '1', a str"),
+    ({"reward": 1, "metrics": {"a": math.nan}}, "metric 'a' must be finite, not nan"),
+    ({"reward": 1, "metrics": {"a b": 1}}, "the name of a metric must be"),
+    ({"reward": 1, "metrics": {"a/b": 1}}, "the name of a metric must be"),
+    ({"reward": 1, "metrics": {5: 1}}, "the name of a metric must be"),
+    ({"reward": 1, "metrics": {"": 1}}, "the name of a metric must be"),
+    ({"reward": 1, "metrics": {f"a{i}": 1 for i in range(33)}}, "has 33 names; the limit is 32"),
+]
+
+
+def test_metrics_are_parsed_beside_a_reward() -> None:
+    metrics = {"steps": np.int64(3), "solved.first": True}
+    found = {"reward": 0.5, "metrics": {"steps": 3.0, "solved.first": 1.0}}
+    assert parse_reward({"reward": 0.5, "metrics": metrics}) == found
+    assert parse_reward({"reward": 1, "metrics": {}}) == parse_reward({"reward": 1}) == 1.0
+    answered = {"done": True, "reward": 0.5, "metrics": metrics}
+    assert call_environment(lambda text: answered, "x").reward == found
+    left = call_environment(lambda text: {"done": True, "metrics": metrics}, "x").reward
+    assert split_reward(left) == (None, found["metrics"])
+
+
+@pytest.mark.parametrize(("value", "error"), INVALID_REWARDS)
+def test_invalid_metrics_are_rejected_by_name(value: Any, error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(error)):
+        parse_reward(value)
+    answered = run_call({f"{REWARD}0": lambda: value}, [1, f"{REWARD}0", msgpack.packb([])])
+    assert answered[1] == BAD_VALUE and error in answered[3], answered
 
 
 def test_valid_answers_are_parsed() -> None:

@@ -318,6 +318,20 @@ def test_non_finite_reward_is_a_named_failure(tokenizer: Tokenizer, score: float
     assert failed.value.kind == "reward is not finite"
 
 
+def test_metrics_of_reward_and_environment_are_named_by_their_source(
+    tokenizer: Tokenizer,
+) -> None:
+    job = create_job(Environments(ToolEnvironment, tokenizer, ""), tokenizer, STOP)
+
+    async def compute_reward(*_: Any) -> Any:
+        return {"reward": 0.5, "metrics": {"format": 1.0}}
+
+    job.sandbox_client = SimpleNamespace(compute_reward=compute_reward)  # type: ignore[assignment]
+    score = {"reward": None, "metrics": {"moves": 3.0}}
+    found = asyncio.run(job.compute_reward(fresh(), ROW, "done", score))
+    assert found == (0.5, {"environment/moves": 3.0, "reward/format": 1.0})
+
+
 ROOT = Path(__file__).parents[3]
 PLAIN = Tokenizer.load(str(ROOT / "examples/calculator/tokenizer.json"))
 VERSION = 5

@@ -18,7 +18,11 @@ from meshrl.common.records.ledger import LedgerRecord, RecordKind
 from meshrl.common.records.token_records import TokenRows
 from meshrl.services.environment.environments import Environments
 from meshrl.services.rollout.runner import JobTurnPlayer, TrajectoryRunner
-from meshrl.services.rollout.trajectories.trajectory import RestoredGroups, Trajectory
+from meshrl.services.rollout.trajectories.trajectory import (
+    RestoredGroups,
+    Trajectory,
+    TrajectoryOutcome,
+)
 from meshrl.services.rollout.trajectories.turn_player import MAX_TOOL_CALLS
 
 ROOT = Path(__file__).parents[3]
@@ -216,3 +220,7 @@ async def test_last_observation_is_recorded_with_the_end() -> None:
     )
     assert again.tokens.tolist() == t.tokens.tolist()
     assert again.outcome is not None and again.outcome.reward == 0.5
+    assert again.outcome.metrics == {}
+    metrics = {"reward/format": 1.0}
+    measured = restore_trajectory(opening, text, (RecordKind.END, [KEY, "done", 1.0, "", metrics]))
+    assert measured.outcome == TrajectoryOutcome("done", 1.0, metrics=metrics)

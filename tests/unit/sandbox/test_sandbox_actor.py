@@ -234,7 +234,9 @@ async def test_reward_is_the_weighted_sum_of_its_parts(bench: SandboxBench) -> N
     ).outcomes
     assert [o.status for o in outcomes] == ["ok", "ok", "ok", "raised"]
     # "$" is stripped by `exact` only: for `code_tests` it is a syntax error.
-    assert [o.value for o in outcomes[:3]] == [1.0, 1.5, 0.125]
+    values = [(o.value["reward"], *o.value["metrics"].values()) for o in outcomes[:3]]
+    assert values == [(1.0, 1.0, 0.0), (1.5, 1.0, 1.0), (0.125, 0.0, 0.25)]
+    assert list(outcomes[0].value["metrics"]) == ["exact", "code_tests"]
     assert "the row has no 'answer'" in outcomes[3].error
 
 

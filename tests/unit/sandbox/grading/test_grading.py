@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshrl.common.api.sandbox import RewardPart
 from meshrl.common.grading.answers import extract_answer, strip_reasoning
 from meshrl.services.sandbox.grading.calculator import calculate
 from meshrl.services.sandbox.grading.text_rewards import score_choice, score_exact, score_regex
@@ -155,24 +156,42 @@ def test_pattern_with_reasoning_tags_searches_the_whole_turn() -> None:
 
 def test_reward_sum_is_rounded_once_and_finite() -> None:
     results = [CallResult("ok", 1.0, "")] * 3
-    assert sum_rewards([0.7, 0.2, 0.1], results) == CallResult("ok", 1.0, "")
-    assert sum_rewards([0.1] * 10, [CallResult("ok", 1.0, "")] * 10).value == 1.0
+    assert sum_rewards(make_parts(0.7, 0.2, 0.1), results).value["reward"] == 1.0
+    tenths = make_parts(*[0.1] * 10)
+    assert sum_rewards(tenths, [CallResult("ok", 1.0, "")] * 10).value["reward"] == 1.0
     for weights in ([1e308, 1e308, 1.0], [2.0, -2.0, 1.0]):
         large_results = [
             CallResult("ok", 1.7e308, ""),
             CallResult("ok", 1.7e308, ""),
             CallResult("ok", 1.0, ""),
         ]
-        total = sum_rewards(weights, large_results)
+        total = sum_rewards(make_parts(*weights), large_results)
         assert (total.status, total.value) == ("bad_value", None)
         assert "not finite" in total.error
 
 
 def test_reward_sum_needs_every_part() -> None:
     results = [CallResult("ok", 1.0, ""), CallResult("ok", 0.5, "")]
-    assert sum_rewards([1.0, -0.5], results) == CallResult("ok", 0.75, "")
+    assert sum_rewards(make_parts(1.0, -0.5), results).value["reward"] == 0.75
     failed_result = CallResult("timeout", None, "late")
-    assert sum_rewards([1.0, 0.0], [results[0], failed_result]) is failed_result
+    assert sum_rewards(make_parts(1.0, 0.0), [results[0], failed_result]) is failed_result
+
+
+def test_parts_of_a_sum_are_metrics_with_their_own() -> None:
+    parts = [RewardPart("a:right"), RewardPart("b:right", 0.5), RewardPart("math", 0.0)]
+    answers: list[Any] = [1.0, {"reward": 0.5, "metrics": {"length": 7.0}}, 0.0]
+    total = sum_rewards(parts, [CallResult("ok", answer, "") for answer in answers])
+    assert total.value == {
+        "reward": 1.25,
+        "metrics": {"right": 1.0, "right_2": 0.5, "math": 0.0, "right_2/length": 7.0},
+    }
+    alone = sum_rewards(parts[:1], [CallResult("ok", answers[1], "")])
+    assert alone.value == answers[1]
+    assert sum_rewards(parts[:1], [CallResult("ok", 1.0, "")]).value == 1.0
+
+
+def make_parts(*weights: float) -> list[RewardPart]:
+    return [RewardPart("exact", weight) for weight in weights]
 
 
 def make_identity_tests(count: int) -> tuple[dict[str, Any], str]:

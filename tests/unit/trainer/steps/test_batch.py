@@ -282,3 +282,17 @@ def test_overflowing_rewards_raise_by_name() -> None:
         StepBatch(3, job(name=name)).add(train_metrics(1e30, 0.0))
         with pytest.raises(ConfigError, match="rewards of group 7"):
             StepBatch(3, job(name=name)).add(train_metrics(1e200, 0.0))
+
+
+def test_metrics_of_rewards_are_averaged_over_the_scored_members_that_have_them() -> None:
+    batch = StepBatch(3, job())
+    names, nan = ["environment/moves", "reward/format"], np.nan
+    first = [[2.0, 1.0], [4.0, 0.0], [9.0, 1.0]]  # the last member has failed
+    batch.add(replace(group([1.0, 0.0, nan]), metric_names=names, metrics=np.array(first)))
+    second = np.array([[nan, 0.25], [nan, 0.75]])
+    batch.add(replace(group([1.0, 0.0]), metric_names=names, metrics=second))
+    batch.add(group([1.0, 0.0]))
+    found = batch.build_metrics()
+    assert (found["environment/moves"], found["reward/format"]) == (3.0, 0.5)
+    with pytest.raises(BadMessage, match="metrics of shape"):
+        batch.add(replace(group([1.0, 0.0]), metric_names=names, metrics=np.zeros((3, 2))))
