@@ -67,8 +67,13 @@ class ChatConsole:
 
     def print_result(self, played: PlayedTrajectory, as_json: bool) -> None:
         if as_json:
-            document = {"prompt": played.prompt, "turns": played.turns, "reason": played.reason}
-            document |= {"score": played.score, "metrics": played.metrics}
+            document = {
+                "prompt": played.prompt,
+                "turns": played.turns,
+                "reason": played.reason,
+                "score": played.score,
+                "metrics": played.metrics,
+            }
             print(json.dumps(document, ensure_ascii=False), flush=True)
         elif played.score is not None:
             print(f"{'reward:':<13}{played.score:g}", flush=True)

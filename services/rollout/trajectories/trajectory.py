@@ -306,8 +306,10 @@ class RestoredGroups:
         elif record.kind is RecordKind.APPEND:
             trajectory.append(p[1])
         elif record.kind is RecordKind.END:
-            metrics = p[4] if len(p) > 4 else {}  # earlier versions recorded none
-            trajectory.outcome = TrajectoryOutcome(*p[1:4], metrics=metrics)
+            reason, reward, error, *metrics = p[1:]  # earlier versions recorded no metrics
+            trajectory.outcome = TrajectoryOutcome(
+                reason, reward, error, metrics=metrics[0] if metrics else {}
+            )
 
     def list_open_groups(self) -> dict[int, list[Trajectory]]:
         """List unclosed groups with their members in the ledger, in member order."""

@@ -78,7 +78,7 @@ class Trajectory:
             return action, self.tokenizer.decode(value)
         return action, value
 
-    async def cut(self, ids: list[int]) -> float | None:
+    async def cut(self, ids: list[int]) -> Any:
         replay = [self.row, self.calls, self.ids]
         return (await self.pool.end_early(self.key, ids, lambda: replay))[1]
 
