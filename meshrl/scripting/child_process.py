@@ -90,8 +90,17 @@ class ChildProcess:
             return status
         return None
 
-    def interrupt(self) -> None:
-        """Stop the run in order; a second interrupt stops all its processes at once."""
+    def stop(self) -> None:
+        """Stop the run in order and wait for its end; Ctrl-C kills all its processes at once."""
+        self._interrupt()
+        try:
+            self.wait()
+        except KeyboardInterrupt:
+            self._interrupt()
+            self.wait()
+            raise
+
+    def _interrupt(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
 

@@ -199,8 +199,7 @@ class Run:
         Only a run that this program started can be stopped; `meshrl cancel` stops any.
         """
         if self._process is not None:
-            self._process.interrupt()
-            self._process.wait()
+            self._process.stop()
         return self
 
     def __enter__(self) -> Self:
@@ -265,8 +264,7 @@ def _start_child(arguments: list[str], *, is_shown: bool) -> Run:
     try:
         return Run(process.read_directory(), process=process)
     except KeyboardInterrupt:
-        process.interrupt()
-        process.wait()
+        process.stop()
         raise
 
 
