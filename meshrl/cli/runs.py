@@ -61,7 +61,7 @@ def run(
         meshrl run examples/calculator.toml --dry-run
     """
     from meshrl.commands import dry_run as dry_run_output
-    from meshrl.job import job_reader
+    from meshrl.job import hub_origins, job_reader
     from meshrl.launch.checks import mesh_checks
 
     if everything and not dry_run:
@@ -72,6 +72,7 @@ def run(
         dry_run_output.print_dry_run(found, everything)
         return
     dry_run_output.print_choices(found)
+    hub_origins.fetch_weights(found)
     from meshrl.runs import session
 
     raise typer.Exit(session.run_job(found.config, found.base, force, job))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshrl.common.job.config import JobConfig
-from meshrl.job import job_reader
+from meshrl.job import hub_origins, job_reader
 from meshrl.job.checks.host import all_checks as checks
 from meshrl.job.job_file import JobFile
 
@@ -24,4 +24,5 @@ def load_checked_job(
     else:
         found = job_reader.read_job_file(Path(job), overrides)
     checks.check_host(found)
+    hub_origins.fetch_weights(found)
     return found

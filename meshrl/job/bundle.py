@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from meshrl.common.base.errors import ConfigError
 from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.job.bundle import bundle_files
 from meshrl.common.job.config import JobConfig
@@ -38,6 +39,7 @@ from meshrl.job import (
     references,
     tasksets,
 )
+from meshrl.job.job_file import JobFile
 from meshrl.job.model_files import load_shape
 from meshrl.job.row_files.data_source import list_sources
 
@@ -71,7 +73,7 @@ def pack_bundle(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dic
     that readers can check it. `parameters` and `shape` are the model's, for planning its place and
     cost. `origins` has the repository and commit of each key that named a Hub id.
     """
-    hub_origins.fetch_weights(config)
+    hub_origins.fetch_weights(JobFile(config, base, _make_unlocated_error))
     origins = hub_origins.find_origins(config)
     home = run_dir / "bundle"
     home.mkdir(parents=True, exist_ok=True)
@@ -128,6 +130,10 @@ def _fill_bundle(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]
                     _copy_file(source, target / source.name)
         set_value(document, file.key, file.bundle_path)
     return document
+
+
+def _make_unlocated_error(_key: str, message: str, fix: str = "") -> ConfigError:
+    return ConfigError(message, fix=fix)
 
 
 def copy_modules(config: JobConfig, base: Path, target: Path) -> None:

@@ -12,7 +12,7 @@ from meshrl.common.job.named_files import list_named_files, set_value
 from meshrl.job import model_files
 from meshrl.job.hub import hub_models
 from meshrl.job.hub.repository import Repository, is_hub_id, parse_snapshot_path
-from meshrl.job.job_file import JobFile, get_value
+from meshrl.job.job_file import MESSAGE_WITH_LOCATION, JobFile, get_value
 from meshrl.job.row_files import repository_layout
 from meshrl.job.row_files.data_source import list_sources
 
@@ -50,18 +50,16 @@ def resolve_models(job: JobFile) -> JobFile:
     return job.with_config(JobConfig.from_document(document))
 
 
-def fetch_weights(config: JobConfig) -> None:
+def fetch_weights(job: JobFile) -> None:
     """Fetch and check the weights of a resolved job's Hub models.
 
     Raises ConfigError with what to do. A second call continues.
     """
-    for file in list_named_files(config):
-        if file.is_model and not hub_models.has_weights(file.path):
-            try:
+    for file in job.models:
+        if not hub_models.has_weights(file.path):
+            with job.locate_errors(file.key, MESSAGE_WITH_LOCATION):
                 hub_models.fetch_weights(file.path, file.key)
                 model_files.check_weights(file.path, model_files.load_shape_from(file.path, {}))
-            except ConfigError as error:
-                raise ConfigError(f"{file.key}: {error.message}", fix=error.fix) from error
 
 
 def find_origins(config: JobConfig) -> dict[str, dict[str, str]]:

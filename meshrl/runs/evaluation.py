@@ -25,7 +25,7 @@ from meshrl.common.job.config import RolloutConfig
 from meshrl.common.job.evaluation_plan import BEFORE, HELD_OUT, can_evaluate
 from meshrl.directory import directory_paths, model_export
 from meshrl.directory.directory_paths import write_json
-from meshrl.job import job_reader
+from meshrl.job import hub_origins, job_reader
 from meshrl.job.hub.repository import is_hub_id
 from meshrl.launch.checks import mesh_checks
 from meshrl.view.history.job_failures import format_share
@@ -66,6 +66,7 @@ def evaluate_model(
                 fix="Set dataset.held_out or [[evaluation.datasets]], and a reward",
             )
         mesh_checks.check_job_and_mesh(found)
+        hub_origins.fetch_weights(found)
         name = f"{config.name}-eval"
         sets_out = any(setting.partition("=")[0].strip() == "out" for setting in settings)
         config = replace(config, name=name, out=config.out if sets_out else "")

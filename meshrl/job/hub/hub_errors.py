@@ -26,7 +26,7 @@ from meshrl.job.hub.repository import Repository
 REQUEST_TIMEOUT_S = 15.0  # for the answer of a request; a stalled download ends after 10 s
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]  # base of the HTTP client's errors
 HUB_ERRORS = (HTTP_ERROR, OSError, HFValidationError)
-REPEAT_FIX = "Repeat the command: it continues with the complete files"
+REPEAT_FIX = "Repeat the command: it continues where the download stopped"
 TOKEN_FIX = "set HF_TOKEN, or run `hf auth login`"
 BUSY_STATUS, SERVER_ERROR_STATUS = 429, 500
 MAX_LISTED_REFS = 12

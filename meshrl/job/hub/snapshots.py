@@ -17,6 +17,7 @@ from meshrl.common.base.files import documents
 from meshrl.job.hub import hub_errors
 from meshrl.job.hub.repository import Repository
 
+NOTICE_BYTES = 64 << 20  # of a download that is told also without a terminal
 DISK_RESERVE_BYTES = 256 << 20  # that stay free beside a download
 
 
@@ -41,8 +42,12 @@ class Snapshot:
         """
         repository = self.repository
         missing = [name for name in names if not (self.directory / name).is_file()]
+        size_bytes = sum(self.sizes.get(name, 0) for name in missing)
         if missing:
-            self._check_disk_space(sum(self.sizes.get(name, 0) for name in missing))
+            self._check_disk_space(size_bytes)
+        if size_bytes > NOTICE_BYTES:
+            size = hub_errors.format_size(size_bytes)
+            print(f"fetching {size} of {repository.id} from the Hub", file=sys.stderr, flush=True)
         for name in missing:
             with hub_errors.explain_errors(repository, name):
                 hf_hub_download(

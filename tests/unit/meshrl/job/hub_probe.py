@@ -21,9 +21,23 @@ from meshrl.job.job_file import JobFile
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Read a job, and also pack it if the request has `pack`."""
+    """Read a job with the request's environment, and also pack it if the request has `pack`."""
     os.environ.pop("HF_TOKEN", None)
     os.environ |= request.get("env", {})
+    absent = dict.fromkeys(request.get("absent", []))  # packages that cannot be imported
+    kept = {name: sys.modules.get(name) for name in absent}
+    sys.modules.update(absent)  # type: ignore[arg-type]
+    try:
+        return read(request)
+    finally:
+        for name, module in kept.items():
+            sys.modules.pop(name)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def read(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what a job has."""
     job: JobFile = job_reader.read_job_file(Path(request["path"]), request["settings"])
     rows = {s.key: [row.value for row in dataset_rows.read_rows(s)] for s in job.datasets}
     found: dict[str, Any] = {

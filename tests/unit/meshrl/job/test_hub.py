@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 from safetensors.numpy import save
 
 from meshrl.common.model.tokens.tokenizer import build_character_tokenizer
-from meshrl.job.hub.repository import is_hub_id
+from meshrl.job.hub.repository import Repository, is_hub_id
 from tests.unit.meshrl.conftest import SHAPE
 from tests.unit.meshrl.job.hub_server import Fault, HubServer
 
@@ -284,7 +285,7 @@ def test_interrupted_download_continues_where_it_stopped(reader: Reader) -> None
     reader.hub.sent_bytes = 0
     error = reader.read(*settings, env=env, pack=True)["error"]
     assert "model.path: acme/gated" in error and "the download of model.safetensors" in error
-    assert "Repeat the command: it continues" in error
+    assert "Repeat the command: it continues where the download stopped" in error
     found = reader.read(*settings, env=env, pack=True)
     assert "model.safetensors" in found["files"]
     assert reader.hub.sent_bytes < len(weights()) + 10_000
@@ -313,6 +314,20 @@ def test_download_that_exceeds_the_disk_is_refused_ahead(reader: Reader) -> None
     error = reader.read("model.path=acme/large", pack=True)["error"]
     reader.hub.claimed_sizes.clear()
     assert "needs 10000000.0 GB" in error and "HF_HOME" in error
+
+
+def test_disk_that_becomes_full_says_what_to_do() -> None:
+    from meshrl.job.hub import hub_errors  # takes a while, so it is not imported during collection
+
+    repository = Repository("acme/tiny", "model", key="model.path")
+    error = hub_errors.explain_error(repository, OSError(errno.ENOSPC, "full"), "a.safetensors")
+    assert "became full" in error.message and "continues the download" in error.fix
+
+
+def test_missing_package_is_named_with_its_extra(reader: Reader) -> None:
+    error = reader.read(absent=["datasets"])["error"]
+    assert "job.toml, line 5: dataset.train: acme/sums: the package datasets" in error
+    assert "pip install 'meshrl[data]'" in error
 
 
 def test_offline_job_uses_the_cache_alone(hub: HubServer, reader: Reader) -> None:
