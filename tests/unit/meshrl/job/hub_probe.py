@@ -26,7 +26,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     os.environ |= request.get("env", {})
     absent = dict.fromkeys(request.get("absent", []))  # packages that cannot be imported
     kept = {name: sys.modules.get(name) for name in absent}
-    sys.modules.update(absent)  # type: ignore[arg-type]
+    sys.modules.update(absent)
     try:
         return read(request)
     finally:
