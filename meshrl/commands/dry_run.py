@@ -68,7 +68,9 @@ def _make_memory_table(job: JobFile) -> Table:
         table.add_row(one.process, str(one.count), *sizes)
     notes = []
     if shares_core_worker(job.config):
-        notes.append("core and engine share a worker by time slices, and its memory.")
+        notes.append("Core and engine share a worker by time slices: it holds both.")
+    if job.config.rollout.engine == "sglang" and not job.config.rollout.kv_tokens:
+        notes.append("SGLang takes the free memory of its GPU for the KV cache.")
     if kv_gib:
         notes.append(f"rollout.kv keeps up to {kv_gib:g} GiB in host memory.")
     if mesh.device == "cuda":

@@ -12,7 +12,7 @@ from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.job.config import INITIAL, JobConfig
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.architecture.projections import build_projections, resolve_targets
-from meshrl.common.state.pool.demand.requirements import derive_requirements
+from meshrl.common.state.pool.demand.requirements import derive_requirements, shares_core_worker
 from meshrl.job.model_files import load_shape, load_shape_from
 
 GIB = 1 << 30
@@ -49,6 +49,8 @@ def estimate_memory(config: JobConfig) -> list[ProcessMemory]:
     if requirements.needs_rollout:
         degree = requirements.smallest_engine
         count = max(1, (config.mesh.workers - others) // degree)
+        if shares_core_worker(config):
+            count = requirements.ranks
         found.append(_estimate_engine(config, shape, count, degree))
     if hybrids and requirements.allows_hybrids:
         found.append(_estimate_hybrid(config, shape, hybrids))
@@ -108,8 +110,9 @@ def _estimate_engine(
     config: JobConfig, shape: ModelConfig, count: int, degree: int
 ) -> ProcessMemory:
     rollout = config.rollout
-    width = DTYPE_BYTES[rollout.dtype]
-    tokens = rollout.kv_tokens or rollout.slots * rollout.max_tokens
+    width, tokens = DTYPE_BYTES[rollout.dtype], rollout.kv_tokens
+    if not tokens and rollout.engine != "sglang":  # which takes what its GPU has free
+        tokens = rollout.slots * rollout.max_tokens
     return ProcessMemory(
         "engine" if degree == 1 else f"engine, each of {degree} workers",
         count * degree,
