@@ -35,6 +35,19 @@ _NAMES: Mapping[str, str] = {
     "training.checkpoint_every": "save_steps save_freq save_interval",
     "training.dtype": "dtype bf16 fp16 torch_dtype",
 }
+# (Key, value of other trainers) -> what to write.
+FAMILIAR_VALUES: Mapping[tuple[str, str], str] = {
+    **dict.fromkeys(
+        [("algorithm.name", name) for name in ("dpo", "orpo", "kto", "simpo", "ipo")],
+        "No algorithm learns preference pairs: use sft on the chosen answers, or grpo with a "
+        "reward",
+    ),
+    ("algorithm.name", "lora"): "Set lora.rank, with any algorithm",
+    ("mesh.device", "gpu"): "Write cuda",
+    ("mesh.device", "auto"): "Write cuda or cpu",
+    ("optimizer.schedule", "constant_with_warmup"): "Write constant, and set "
+    "optimizer.warmup_steps",
+}
 FAMILIAR_KEYS: Mapping[str, str] = {
     name: key for key, names in _NAMES.items() for name in names.split()
 }

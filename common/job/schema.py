@@ -22,7 +22,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.type_hints import resolve_hints
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.constraints import NestedValueError
-from meshrl.common.job.familiar_keys import FAMILIAR_KEYS
+from meshrl.common.job.familiar_keys import FAMILIAR_KEYS, FAMILIAR_VALUES
 from meshrl.common.job.renamed_keys import RENAMED_JOB_KEYS, describe_old_keys, replace_old_keys
 
 MakeError = Callable[[str, str, str], ConfigError]  # key, message, fix
@@ -115,6 +115,9 @@ class Schema(Generic[T]):
         for names, cutoff in ((siblings, 0.75), (elsewhere, 0.85)):
             if matches := difflib.get_close_matches(last, names, n=1, cutoff=cutoff):
                 return names[matches[0]]
+        present = [name for name, key in FAMILIAR_KEYS.items() if key in known]
+        if near := difflib.get_close_matches(last, present, n=1, cutoff=0.85):
+            return FAMILIAR_KEYS[near[0]]
         part = [name for name in siblings if name.startswith(last) or name.endswith(f"_{last}")]
         return siblings[part[0]] if last and part else ""
 
@@ -192,6 +195,8 @@ class Schema(Generic[T]):
 
     def _suggest_fix(self, key: str, error: ErrorDetails) -> str:
         sort, value = error["type"], error["input"]
+        if meant := FAMILIAR_VALUES.get((key, str(value).lower())):
+            return meant
         if sort == "literal_error":
             close = difflib.get_close_matches(
                 str(value).lower(), get_args(self._find_type(key)), 1, 0.75

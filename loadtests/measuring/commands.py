@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 from loadtests.measuring.processes import environment
 
@@ -38,11 +39,13 @@ async def meshrl(*words: str, within_s: float = COMMAND_S, **environ: str) -> st
 class Command:
     """A command in a folder, and each line that it prints, with its time."""
 
+    program_words: ClassVar[tuple[str, ...]] = ("-m", "meshrl")  # of Python, before the others
+
     def __init__(self, folder: Path, *words: str, **environ: str) -> None:
         self.began = time.monotonic()
         self.lines: list[tuple[float, str]] = []
         self.program = subprocess.Popen(
-            [sys.executable, "-m", "meshrl", *words],
+            [sys.executable, *self.program_words, *words],
             cwd=folder,
             env=environment(COLUMNS="200", **environ),
             stdin=subprocess.DEVNULL,

@@ -32,6 +32,7 @@ from loadtests.mistakes.preparing import PREPARATIONS
 
 SILENT_S = 60.0  # limit for the message
 END_S = 60.0  # limit for the command to exit after its message
+MESH_ERROR = re.compile(r"^meshrl\.[\w.]*(Error|Failed|Refused|NotFound): ", re.MULTILINE)
 STARTED = "starting a mesh"
 
 
@@ -72,6 +73,12 @@ class _Trial(Command):
         return (None if missing else latest), tuple(missing)
 
 
+class _ScriptTrial(_Trial):
+    """The user's own Python program instead of a command of `meshrl`."""
+
+    program_words = ()
+
+
 def attempt(mistake: Mistake) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="mistake-") as folder:
         place = Place(Path(folder) / "work")
@@ -86,7 +93,8 @@ def attempt(mistake: Mistake) -> Verdict:
             prepared = PREPARATIONS[how](place, *arguments) if how else None
             with prepared or nullcontext():
                 before = place.contents()
-                command = _Trial(place.root, *mistake.argv, **mistake.environ)
+                kind = _ScriptTrial if mistake.argv[0].endswith(".py") else _Trial
+                command = kind(place.root, *mistake.argv, **mistake.environ)
                 try:
                     status = _watch(command, mistake)
                 finally:
@@ -117,7 +125,8 @@ def _judge(
     said_s, missing = command.find_patterns(mistake.says)
     text = command.text
     faults = []
-    if "Traceback (most recent call last)" in text:
+    is_ours = command.program_words or not MESH_ERROR.search(text)  # a program raises our error
+    if "Traceback (most recent call last)" in text and is_ours:
         faults.append("a traceback")
     faults += [f"prints {hidden!r}" for hidden in mistake.hides if hidden in text]
     if not mistake.running and STARTED in text:

@@ -34,7 +34,7 @@ class Mistake:
     files: Mapping[str, str | bytes | None] = field(default_factory=dict)  # written; None: removed
     config: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json; None: none
     prepare: tuple[Any, ...] = ()  # name and arguments of one of `preparing.PREPARATIONS`
-    argv: tuple[str, ...] = RUN
+    argv: tuple[str, ...] = RUN  # of `meshrl`; a Python file instead is run as a program
     environ: Mapping[str, str] = field(default_factory=dict)
     own_s: float = 0.0  # time of the user's own code before detection is possible
     ends: bool = True  # the command ends by itself, and not with status 0

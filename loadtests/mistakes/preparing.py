@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,9 +106,9 @@ def _serve_redis(place: Place, port: int) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _serving(argv: list[str], port: int) -> Iterator[None]:
+def _serving(argv: list[str], port: int, cwd: str = "/") -> Iterator[None]:
     quiet = subprocess.DEVNULL
-    with subprocess.Popen(argv, stdout=quiet, stderr=quiet, cwd="/") as server:
+    with subprocess.Popen(argv, stdout=quiet, stderr=quiet, cwd=cwd) as server:
         try:
             for _ in range(1000):
                 with socket.socket() as probe:
@@ -211,6 +212,33 @@ def _corrupt_redis(place: Place, harm: str) -> None:
         file.write_bytes(content)
 
 
+@contextmanager
+def _serve_hub(place: Place, port: int) -> Iterator[None]:
+    """Serve a Hub: the trial's model as acme/tiny, gated acme/secret, and datasets acme/sums."""
+    hub = place.root.parent / "hub"
+    for name in ("acme/tiny", "acme/secret"):
+        shutil.copytree(place.path("model"), hub / "models" / name)
+    (hub / "models/acme/pickles").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(place.path(f"model/{name}"), hub / "models/acme/pickles")
+    (hub / "models/acme/pickles/pytorch_model.bin").write_bytes(b"PK")
+    rows = [json.loads(line) for line in place.path("train.jsonl").read_text().splitlines()]
+    asked = "".join(
+        json.dumps({"question": row["prompt"], "answer": row["answer"]}) + "\n" for row in rows
+    )
+    for split in ("train", "test"):
+        file = hub / f"datasets/acme/sums/{split}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(asked)
+    script = hub / "datasets/acme/script/script.py"
+    script.parent.mkdir()
+    script.write_text("import datasets\n")
+    module = "tests.unit.meshrl.job.hub_server"
+    argv = [sys.executable, "-m", module, f"--root={hub}", f"--port={port}", "--gated=acme/secret"]
+    with _serving(argv, port, cwd=str(Path(__file__).parents[2])):
+        yield
+
+
 PREPARATIONS: Mapping[str, Callable[..., AbstractContextManager[object] | None]] = {
     "matrices": _change_matrices,
     "truncated_weights": _truncate,
@@ -223,6 +251,7 @@ PREPARATIONS: Mapping[str, Callable[..., AbstractContextManager[object] | None]]
     "taken_port": _take_port,
     "web_server": _serve_web,
     "redis_server": _serve_redis,
+    "hub": _serve_hub,
     "small_disk": _mount_small_disk,
     "not_executable": _write_unexecutable,
     "own_interpreter": _use_own_interpreter,

@@ -219,6 +219,8 @@ def evaluate(
 
         meshrl eval runs/calculator examples/calculator.toml --best --json
     """
+    if model.suffix == ".toml":
+        raise typer.BadParameter(f"{model} is a job file. Type: meshrl eval MODEL JOB")
     from meshrl.runs import evaluation
 
     settings = merge_overrides(set_, overrides, workers=workers)

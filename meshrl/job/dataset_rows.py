@@ -15,6 +15,12 @@ from meshrl.job.row_files.data_source import DataSource
 from meshrl.job.row_files.dataset_row import DatasetRow
 from meshrl.job.row_files.file_locations import find_files
 
+CONVERSATION_KEYS = ("messages", "conversation", "conversations")
+SHAREGPT_FIX = (
+    "Write each message as {'role', 'content'}: 'human' is the role 'user', and 'gpt' is "
+    "'assistant'"
+)
+
 
 def read_rows(
     source: DataSource, prompt_key: str = "", *, chat: bool = False
@@ -84,8 +90,7 @@ def check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
         raise ConfigError(
             f"{row.location}: the row has no {kinds} {prompt_key!r}"
             + (f", but {value!r:.60}" if value is not None else ""),
-            fix="Set dataset.prompt to the key of the prompt in the rows; the row has "
-            f"{format_keys(row.value)}",
+            fix=_suggest_prompt(row, chat),
         )
     if not chat:
         raise ConfigError(
@@ -98,9 +103,31 @@ def check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
     except ValueError as error:
         raise ConfigError(
             f"{row.location}: {prompt_key!r} is not a conversation: {error}",
-            fix="Write each message as {'role', 'content'}, where the content is a text or "
+            fix=SHAREGPT_FIX
+            if _is_sharegpt(value)
+            else "Write each message as {'role', 'content'}, where the content is a text or "
             "parts of type 'text'",
         ) from error
+
+
+def _suggest_prompt(row: DatasetRow, chat: bool) -> str:
+    """Return what to do about a row without a prompt, from the form of the row."""
+    for key, value in row.value.items():
+        if _is_sharegpt(value):
+            return f"{key!r} has ShareGPT's form. {SHAREGPT_FIX}"
+        if key in CONVERSATION_KEYS and isinstance(value, list):
+            more = "" if chat else ', and environment.chat to a format such as "auto"'
+            return f"Set dataset.prompt to {key!r}{more}"
+    has = f"the row has {format_keys(row.value)}"
+    if ".csv" in row.location:
+        has += ", which the first line of the file names"
+    return f"Set dataset.prompt to the key of the prompt in the rows; {has}"
+
+
+def _is_sharegpt(value: Any) -> bool:
+    return isinstance(value, list) and any(
+        isinstance(message, dict) and {"from", "value"} <= message.keys() for message in value
+    )
 
 
 def check_sendable(location: str, value: dict[str, Any]) -> None:

@@ -122,8 +122,6 @@ def _resolve_model(model: Path, step: int | None, best: bool) -> Iterator[str]:
         yield str(model.absolute())
     elif is_hub_id(str(model)) and not model.exists():
         yield str(model)
-    elif model.suffix == ".toml":
-        raise ConfigError(f"{model} is a job file", fix="Write: meshrl eval MODEL JOB")
     else:
         raise NotFound(
             f"{model} is neither a Hugging Face directory nor a run",
