@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -35,17 +33,17 @@ MODELS = ("Qwen3-0.6B", "Qwen3-0.6B-Base", "Qwen3-1.7B", "Qwen3-4B-Instruct-2507
 MATHS = [{"prompt": f"Compute {n} + 1.", "solution": str(n + 1)} for n in range(4)]
 DATASETS: dict[str, dict[str, list[dict[str, Any]]]] = {  # files by repository
     "openai/gsm8k": {
-        f"main/{split}.parquet": [
+        f"main/{split}.jsonl": [
             {"question": f"{n} plus {k}?", "answer": f"Add. #### {n + k}"} for n in range(4)
         ]
         for k, split in enumerate(("train", "test"))
     },
-    "open-r1/DAPO-Math-17k-Processed": {"en/train.parquet": MATHS},
+    "open-r1/DAPO-Math-17k-Processed": {"en/train.jsonl": MATHS},
     "HuggingFaceH4/aime_2024": {
-        "data/train.parquet": [{"problem": "Compute 7 x 7.", "solution": "By hand.", "answer": 49}]
+        "data/train.jsonl": [{"problem": "Compute 7 x 7.", "solution": "By hand.", "answer": 49}]
     },
     "google-research-datasets/mbpp": {
-        f"full/{split}.parquet": [
+        f"full/{split}.jsonl": [
             {"text": f"Add {k}.", "test_list": [f"assert add(1) == {k + 1}", "assert add(-1)"]}
         ]
         for k, split in enumerate(("train", "test"))
@@ -108,10 +106,7 @@ def write_card(repository: Path, names: Iterable[str]) -> None:
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.rotating(3)
