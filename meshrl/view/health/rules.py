@@ -59,8 +59,8 @@ RULES: Sequence[Rule] = (
     Rule(
         "truncated",
         judge_truncation,
-        "answers are longer than the limit",
-        ("rollout.max_tokens", "algorithm.overlong_buffer"),
+        "answers are longer than the limit, or the model does not learn to end them",
+        ("rollout.max_tokens", "rollout.stop", "algorithm.overlong_buffer"),
         ("no_end_token",),
     ),
     Rule(
@@ -80,8 +80,8 @@ RULES: Sequence[Rule] = (
         "filtered_share",
         judge_filtered_share,
         "tasks are too hard or too easy: nearly all groups have equal rewards",
-        ("dataset.train", "algorithm.group_size", "algorithm.refill_filtered"),
-        ("all_filtered",),
+        ("dataset.train", "algorithm.group_size", "rollout.temperature"),
+        ("learning_rate", "all_filtered"),
     ),
     Rule(
         "reward_spread",

@@ -94,8 +94,11 @@ def _explain_filtered(case: Case) -> tuple[str, tuple[str, ...]]:
         cause = "algorithm.mask_truncated leaves out truncated trajectories, which are all of them"
         return cause, ("rollout.max_tokens", "rollout.stop")
     if reward and reward.low == reward.high:
+        cut = case.figures.find_range("truncated_share")
+        is_cut = cut is not None and cut.total >= HIGH_TRUNCATED_SHARE * cut.count
+        others = ("rollout.max_tokens",) if is_cut else ("dataset.train",)
         cause = f"the reward is {reward.low:g} for every trajectory"
-        return cause, ("reward.use", "reward.options", "rollout.max_tokens")
+        return cause, ("reward.use", "reward.options", *others)
     return "", ()
 
 

@@ -43,7 +43,9 @@ def judge_learning_rate(case: Case) -> Verdict | None:
         text = f"{named}: each step replaces the weights instead of improving them"
         return Verdict(Severity.FAILURE, text, keys=tuple(f"optimizer.{key}" for key in high))
     kl = case.figures.ranges.get("kl")
-    if kl is None or kl.high < DIVERGED_KL:
+    # A low temperature multiplies differences of log-probabilities.
+    limit = DIVERGED_KL / min(1.0, float(case.read_key("rollout", "temperature", 1.0)))
+    if kl is None or kl.high < limit:
         return _judge_usual_rates(case)
     text = f"a step changed the policy by {kl.high:.3g} nats per token"
     return Verdict(Severity.WARNING if case.has_improved else Severity.FAILURE, text)

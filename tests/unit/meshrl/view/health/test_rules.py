@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.job.config import AlgorithmConfig, JobConfig, OptimizerConfig
+from meshrl.common.job.config import AlgorithmConfig, JobConfig, OptimizerConfig, RolloutConfig
 from meshrl.view.health.case import Severity
 from meshrl.view.health.findings import Finding, find_problems, judge_run, parse_findings
 from meshrl.view.health.rules import RULES
@@ -88,6 +88,7 @@ def test_run_with_a_constant_reward_cannot_have_learned() -> None:
     assert (finding.rule, finding.severity, finding.step) == ("all_filtered", "failure", 4)
     assert "all 64 groups (512 trajectories) were filtered" in finding.line
     assert "the reward is 0.5 for every trajectory. Change reward.use" in finding.line
+    assert "rollout.max_tokens" not in finding.keys
     assert judge(rows, is_over=False) == (), "the next steps may differ"
 
 
@@ -96,6 +97,7 @@ def test_run_without_stop_tokens_cannot_have_learned() -> None:
     assert (first.rule, first.is_failure) == ("no_end_token", True)
     assert "all 1024 trajectories were truncated" in first.line and "rollout.stop" in first.line
     assert (second.rule, second.is_failure) == ("all_filtered", True)
+    assert "rollout.max_tokens" in second.keys
 
 
 def test_run_with_a_rate_of_1000_cannot_have_learned() -> None:
@@ -196,6 +198,14 @@ def test_falling_loss_is_an_improvement_without_rewards() -> None:
     changes |= {"entropy": lambda step: 0.8 / step**2}
     assert list_rules(judge(make_rows(**changes), job)) == [("entropy_collapse", "warning")]
     assert judge(make_rows(loss=lambda step: 1 / step, **changes), job) == ()
+
+
+def test_low_temperature_raises_the_limit_of_a_diverged_policy() -> None:
+    rows = make_rows(kl=lambda step: 11.0 if step == 7 else 0.0, **FLAT)
+    for temperature, rules in ((1.0, ["learning_rate"]), (0.01, [])):
+        job = replace(JOB, rollout=RolloutConfig(temperature=temperature))
+        found = [finding.rule for finding in judge(rows, job) if finding.is_failure]
+        assert found == rules
 
 
 def test_stale_share_needs_enough_trajectories() -> None:
