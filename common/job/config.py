@@ -95,10 +95,24 @@ class ModelsConfig(ConfigTable):
 
 
 @dataclass(frozen=True)
+class MixedDataset(ConfigTable):
+    """`[[dataset.mix]]`: source of training rows, with its share of the prompts."""
+
+    path: Annotated[FilePath, MinLen(1)]  # as dataset.train
+    weight: PositiveNumber = 1.0  # its share is this, divided by the sum of all weights
+    config: str = ""  # the following four: as in [dataset]
+    revision: str = ""
+    split: NonEmptyText = "train"
+    columns: dict[str, NonEmptyText] = field(default_factory=dict)
+    prompt: str = ""  # key of the prompt in its rows; empty: dataset.prompt
+
+
+@dataclass(frozen=True)
 class DatasetConfig(ConfigTable):
     """`[dataset]`: rows for training and evaluation."""
 
     train: FilePath = ""  # JSONL, JSON, CSV, Parquet, a `datasets` directory, or a Hub id
+    mix: list[MixedDataset] = field(default_factory=list)  # sources of rows, instead of `train`
     held_out: FilePath = ""  # the same formats, never trained on
     config: str = ""  # configuration of a dataset that has several; empty: its default
     revision: str = ""  # branch, tag or commit of Hub datasets; empty: main
@@ -121,6 +135,11 @@ class DatasetConfig(ConfigTable):
     # training tasks of a verifiers taskset if `train` is empty; 0: all
     tasks: NonNegativeInteger = 0
     held_out_tasks: NonNegativeInteger = 0  # first tasks of a verifiers taskset, never trained on
+
+    @property
+    def trained_paths(self) -> list[str]:
+        """Paths of the training rows; none: the tasks of a taskset."""
+        return [source.path for source in self.mix] or ([self.train] if self.train else [])
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from meshrl.common.job.config import INITIAL, JobConfig
@@ -39,6 +40,12 @@ def list_named_files(config: JobConfig) -> list[NamedFile]:
         NamedFile("model.path", config.model.path, "model"),
         NamedFile(TOKENIZER, config.model.tokenizer, "tokenizer/tokenizer.json"),
         NamedFile("dataset.train", dataset.train, "data/train.jsonl"),
+        *(
+            NamedFile(
+                f"dataset.mix[{i}].path", d.path, f"data/mix-{i}-{_name_source(d.path)}.jsonl"
+            )
+            for i, d in enumerate(dataset.mix)
+        ),
         NamedFile("dataset.held_out", dataset.held_out, "data/held_out.jsonl"),
         *(
             NamedFile(f"models.{role}.path", model.path, f"models/{role}")
@@ -50,6 +57,11 @@ def list_named_files(config: JobConfig) -> list[NamedFile]:
             for i, d in enumerate(config.evaluation.datasets)
         ),
     ]
+
+
+def _name_source(path: str) -> str:
+    """Return the name of a source of rows: the last part of its path or Hub id."""
+    return re.sub(r"[^\w.-]+", "_", PurePath(path).stem)
 
 
 def replace_paths(config: JobConfig, path_of: Callable[[NamedFile], str]) -> JobConfig:

@@ -104,7 +104,7 @@ def _fill_bundle(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]
     hub_origins.pin_datasets(config, document)
     copy_modules(config, base, staging / "modules")
     drawn: dict[str, list[str]] = {}  # the tasks of a job that trains on a taskset
-    if config.environment.verifiers and not config.dataset.train:
+    if config.environment.verifiers and not config.dataset.trained_paths:
         held_out, train = tasksets.load_tasks(config, staging / "modules")
         drawn = {"dataset.train": train, "dataset.held_out": held_out}
     sources = {source.key: source for source in list_sources(config)}

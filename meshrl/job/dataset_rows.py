@@ -51,12 +51,13 @@ def _add_columns(row: DatasetRow, source: DataSource) -> DatasetRow:
         try:
             value[column] = get_value(row.value, key)
         except KeyError:
-            option = source.get_option_key("columns")
+            is_prompt = column == source.prompt_column
+            option = source.get_option_key("prompt" if is_prompt else "columns")
             raise ConfigError(
                 f"{row.location}: the row has no {key!r}, which {option} names; it has "
                 f"{format_keys(row.value)}",
                 where=option,
-                fix=f"Set {option}.{column} to a key of the rows",
+                fix=f"Set {option if is_prompt else f'{option}.{column}'} to a key of the rows",
             ) from None
     return DatasetRow.from_value(row.location, value)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Coroutine
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from meshrl.common.base.errors import MeshError
 from meshrl.common.base.files import corruption
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.bundle.model_shape import load_model_config
-from meshrl.common.job.prompt_order import PromptOrder
+from meshrl.common.job.prompt_order import PromptMix, PromptOrder
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.mesh.runtime.task_groups import run_all
@@ -82,9 +83,13 @@ class ShardJob:
 
     def __init__(self, mesh: Mesh, job: JobData, runner: TrajectoryRunner) -> None:
         self.mesh, self.job, self.config = mesh, job, job.config
-        self.train_rows, self.held_out = job.read_rows("train"), job.read_rows("held_out")
+        sources = job.read_training_sources()
+        self.train_rows = list(chain.from_iterable(sources))
+        self.held_out = job.read_rows("held_out")
         self.prompt_order = PromptOrder(
-            job.config.seed, len(self.train_rows), shuffles=job.config.dataset.shuffle
+            PromptMix.from_job(job.config),
+            [len(rows) for rows in sources],
+            shuffles=job.config.dataset.shuffle,
         )
         self.runner = runner
         self.samples = SampleWriter(mesh, job, runner.transcript)

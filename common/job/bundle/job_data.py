@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,13 @@ class JobData:
 
     def read_rows(self, split: str) -> list[dict[str, Any]]:
         """Return the rows of `train` or `held_out`; none if the job names no such file."""
+        if split == "train":
+            return list(chain.from_iterable(self.read_training_sources()))
         return self.read_file_rows(getattr(self.config.dataset, split))
+
+    def read_training_sources(self) -> list[list[dict[str, Any]]]:
+        """Return the training rows of each source."""
+        return [self.read_file_rows(path) for path in self.config.dataset.trained_paths]
 
     def read_file_rows(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of a file of the bundle; none without a name.

@@ -23,11 +23,12 @@ class DataSource:
     config: str = ""
     revision: str = ""
     columns: Mapping[str, str] = field(default_factory=dict)  # row key -> existing, dotted key
+    prompt_column: str = ""  # the one of `columns` that is the option `prompt`
 
     @property
     def is_trained(self) -> bool:
         """True for a source of training rows."""
-        return self.key == "dataset.train"
+        return self.key == "dataset.train" or self.key.startswith("dataset.mix[")
 
     def get_option_key(self, option: str) -> str:
         """Return the job key of an option: `split`, `config`, `revision` or `columns`."""
@@ -40,6 +41,18 @@ def list_sources(config: JobConfig) -> list[DataSource]:
     """Return the sources of a job's rows."""
     dataset = config.dataset
     sources = [
+        DataSource(
+            d.path,
+            f"dataset.mix[{i}].path",
+            d.split,
+            d.config,
+            d.revision,
+            d.columns | ({dataset.prompt: d.prompt} if d.prompt else {}),
+            dataset.prompt if d.prompt else "",
+        )
+        for i, d in enumerate(dataset.mix)
+    ]
+    sources += [
         DataSource(
             path,
             key,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.errors import BadMessage, ConfigError
 from meshrl.common.base.lineages import clamp_versions
 from meshrl.common.job.config import JobConfig
+from meshrl.common.job.prompt_order import PromptMix
 from meshrl.services.trainer.algorithms import get_algorithm, has_refill
 from meshrl.services.trainer.bins.packing import TrainingSequence
 from meshrl.services.trainer.learner.aggregation import compute_token_weight
@@ -26,6 +28,7 @@ MAX_REFILLS_PER_GROUP = 10  # groups replaced in a step, per group of its batch
 # Arrays that losses may use, by name -> their fields in a group.
 EXTRA_FIELDS = {"reference": "reference_logprobs", "teacher": "teacher_logprobs"}
 MAX_STEP_METRICS = 256  # names of rewards' metrics in a step's row
+SOURCE_REWARDS = "reward_by_source"  # metric of jobs that mix datasets
 MAX_REWARD = 1e100  # above, sums of squares overflow float64
 MAX_ADVANTAGE = 1e15  # above, squares of gradients overflow float32, whose largest is 3e38
 
@@ -41,6 +44,8 @@ class StepBatch:
     filtered_ids: list[int] = field(default_factory=list)
     refilled_count: int = 0  # groups that were filtered earlier, and replaced
     rewards: list[float] = field(default_factory=list)
+    # of jobs that mix datasets, by their sources
+    source_rewards: dict[str, list[float]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     reward_deviations: list[float] = field(default_factory=list)  # per group
     # per group: trained version - lowest token version
@@ -67,6 +72,9 @@ class StepBatch:
         for name, values in zip(group.metric_names, group.metrics.T, strict=True):
             found = values[np.isfinite(group.rewards) & np.isfinite(values)]
             self.metric_values.setdefault(name, []).extend(found.tolist())
+        if names := self._source_names:
+            name = names[PromptMix.from_job(self.config).find_source(group.prompt)]
+            self.source_rewards.setdefault(name, []).extend(rewards.tolist())
         left_out = [is_masked(sequence, self.config) for sequence in members]
         self.masked_count += sum(left_out)
         advantages = compute_advantages(members, rewards, self.config)
@@ -90,35 +98,49 @@ class StepBatch:
         return trained
 
     @property
+    def _source_names(self) -> list[str]:
+        """Names of the sources of `dataset.mix`, from their files in the bundle."""
+        paths = (PurePath(source.path) for source in self.config.dataset.mix)
+        return [path.stem.removeprefix("mix-") for path in paths]
+
+    @property
     def token_count(self) -> int:
         return sum(len(s.tokens) for s in self.sequences)
 
     def build_metrics(self) -> dict[str, Any]:
         looked_at = max(1, len(self.group_ids) + self.refilled_count)
         longest = max(self.config.algorithm.max_staleness, *self.token_staleness, 0)
-        return {
-            "reward": float(np.mean(self.rewards)) if self.rewards else 0.0,
-            "groups": len(self.group_ids),
-            "filtered": len(self.filtered_ids),
-            "refilled": self.refilled_count,
-            "filtered_share": (len(self.filtered_ids) + self.refilled_count) / looked_at,
-            "reward_spread": float(np.mean(self.reward_deviations))
-            if self.reward_deviations
-            else 0.0,
-            "tokens": int(sum(self.lengths)),
-            "tokens_trained": self.token_count,
-            "sequences": len(self.sequences),
-            "length_mean": float(np.mean(self.lengths)) if self.lengths else 0.0,
-            "length_max": max(self.lengths, default=0),
-            "turns": self.turn_count / max(1, len(self.lengths)),
-            "staleness": float(np.mean(self.group_staleness)) if self.group_staleness else 0.0,
-            "staleness_max": max(self.group_staleness, default=0),
-            # trained tokens by staleness: 0, 1, .. up to `max_staleness`
-            "staleness_tokens": [self.token_staleness[lag] for lag in range(longest + 1)],
-            "mixed": self.mixed_count,
-            "truncated": self.truncated_count,
-            "masked": self.masked_count,
-        } | average_metrics(self.metric_values)
+        return (
+            {
+                "reward": float(np.mean(self.rewards)) if self.rewards else 0.0,
+                "groups": len(self.group_ids),
+                "filtered": len(self.filtered_ids),
+                "refilled": self.refilled_count,
+                "filtered_share": (len(self.filtered_ids) + self.refilled_count) / looked_at,
+                "reward_spread": float(np.mean(self.reward_deviations))
+                if self.reward_deviations
+                else 0.0,
+                "tokens": int(sum(self.lengths)),
+                "tokens_trained": self.token_count,
+                "sequences": len(self.sequences),
+                "length_mean": float(np.mean(self.lengths)) if self.lengths else 0.0,
+                "length_max": max(self.lengths, default=0),
+                "turns": self.turn_count / max(1, len(self.lengths)),
+                "staleness": float(np.mean(self.group_staleness)) if self.group_staleness else 0.0,
+                "staleness_max": max(self.group_staleness, default=0),
+                # trained tokens by staleness: 0, 1, .. up to `max_staleness`
+                "staleness_tokens": [self.token_staleness[lag] for lag in range(longest + 1)],
+                "mixed": self.mixed_count,
+                "truncated": self.truncated_count,
+                "masked": self.masked_count,
+            }
+            | average_metrics(self.metric_values)
+            | self._average_by_source()
+        )
+
+    def _average_by_source(self) -> dict[str, Any]:
+        found = {name: float(np.mean(values)) for name, values in self.source_rewards.items()}
+        return {SOURCE_REWARDS: found} if found else {}
 
 
 def count_turns(loss_mask: NDArray[np.bool_]) -> int:

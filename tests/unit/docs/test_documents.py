@@ -18,7 +18,7 @@ from meshrl.common.job.evaluation_plan import LOSS_METRIC
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.steps import decode_step_row
 from meshrl.services.trainer.learner.stats import BinStats, build_update_metrics
-from meshrl.services.trainer.steps.batch import StepBatch
+from meshrl.services.trainer.steps.batch import SOURCE_REWARDS, StepBatch
 from meshrl.services.trainer.steps.step_durations import CHECKPOINT_PAUSE, StepDurations
 from meshrl.view.history.decisions import DECISION_KINDS
 from meshrl.view.history.event_text import ALERT_KINDS, EVENT_TEXTS
@@ -35,7 +35,8 @@ UNITS = {
     *("groups", "trajectories", "tokens", "versions", "steps", "bins", "hosts", "moves", "ends"),
     *("s", "CPU s", "s since 1970", "ms since 1970", "yes or no"),
 }
-OF_MANY = {"prefixes", "failures", "health"}  # structures whose parts have units of their own
+# structures whose parts have units of their own
+OF_MANY = {"prefixes", "failures", "health", "early_stop"}
 BY_NAME = {"_s": "s", "_ms": "ms since 1970", "_share": "share", "_mean": "tokens"}
 ACCOUNT = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "in_flight", "lost")
 TWICE = ("trained_twice", "opened_twice", "committed_twice", "typed_drops")
@@ -92,7 +93,13 @@ def row() -> dict[str, Any]:
     trained = StepBatch(0, JobConfig()).build_metrics() | build_update_metrics(1, 1.0, ones, 1.0)
     assert not trained.keys() & {field.name for field in fields(StepDurations)}
     own = dict.fromkeys(
-        (*trained, *(field.name for field in fields(StepDurations)), CHECKPOINT_PAUSE, LOSS_METRIC)
+        (
+            *trained,
+            *(field.name for field in fields(StepDurations)),
+            CHECKPOINT_PAUSE,
+            LOSS_METRIC,
+            SOURCE_REWARDS,
+        )
     )
     hashed = dict.fromkeys(("lineage", "committed_ms", "trained", "filtered", "step"), "1")
     names = dict.fromkeys(("manifest", "checkpoint", "image", "masters"), "name")

@@ -16,7 +16,7 @@ from meshrl.common.job.bundle.source_locations import (
     locate_function,
     strip_location,
 )
-from meshrl.common.job.prompt_order import PromptOrder
+from meshrl.common.job.prompt_order import PromptMix, PromptOrder
 from meshrl.common.state import events, jobs
 from meshrl.common.state.redis.keys import job_prefix
 from meshrl.services.rollout.rewards.sandbox_client import MAX_TIMEOUTS
@@ -150,7 +150,7 @@ async def test_prompt_that_fills_the_context_fails_its_trajectory_by_name(
     bench: ShardBench,
 ) -> None:
     bench.job.train_rows = [{"prompt": "a" * 200}]
-    bench.job.prompt_order = PromptOrder(0, 1, shuffles=True)
+    bench.job.prompt_order = PromptOrder(PromptMix(0, [1.0]), [1], shuffles=True)
     await (await bench.group())
     await bench.clock.sleep(1.0)
     (first,) = await read_failures(bench)

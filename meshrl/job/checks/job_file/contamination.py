@@ -49,10 +49,11 @@ class OverlapFinder:
         other = next(row for row in every if self._identify(row) == identity)
         also = f"; so are {len(others)} more rows" if others else ""
         whole = not self._job.uses_row_prompts
+        prompt = "" if whole else ": its prompt"
         shown = "" if whole else f": {self._normalize_prompt(first):.{MAX_SHOWN_CHARS}}"
         raise self._job.make_error(
             key,
-            f"{first.location}{'' if whole else ': its prompt'} is also in dataset.train "
+            f"{first.location}{prompt} is also in {_name_trained(trained)} "
             f"({other.location}){shown}{also}",
             "Remove these rows from one of the two: an evaluation of trained rows measures memory",
         )
@@ -69,6 +70,10 @@ class OverlapFinder:
             prompt = list(takewhile(lambda message: not _is_learned(message), messages))
         text = extract_text(prompt)
         return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _name_trained(trained: list[DataSource]) -> str:
+    return "dataset.mix" if trained[0].key.startswith("dataset.mix") else trained[0].key
 
 
 def _is_learned(message: Any) -> bool:

@@ -58,7 +58,13 @@ def check_datasets(job: JobFile) -> None:
     No row of an evaluation set may be trained on.
     """
     config = job.config
-    if not (config.dataset.train or config.environment.verifiers):
+    if config.dataset.train and config.dataset.mix:
+        raise job.make_error(
+            "dataset.mix",
+            "dataset.train and dataset.mix exclude each other",
+            "Make the rows of dataset.train a source of dataset.mix, too",
+        )
+    if not (config.dataset.trained_paths or config.environment.verifiers):
         raise job.make_error(
             "dataset.train",
             "the job has no dataset",
@@ -98,22 +104,24 @@ def complete_steps(job: JobFile) -> JobFile:
     config, epochs = job.config, job.config.dataset.epochs
     if not epochs:
         return job
-    if not config.dataset.train:
+    if not config.dataset.trained_paths:
         raise job.make_error(
             "dataset.epochs",
             "dataset.epochs needs dataset.train: tasks are counted when the job is packed",
             "Set budget.steps",
         )
-    source = job.datasets[0]
-    if demonstrations.is_counted(config, source.key):
-        with job.locate_errors(source.key):
-            rows = max(1, demonstrations.count_rows(config, source).usable_count)
-    else:
-        rows = sum(1 for _ in _read_rows(job, source))
-    steps = -(-epochs * rows // config.algorithm.groups_per_step)
+    rows = sum(_count_rows(job, source) for source in job.datasets if source.is_trained)
+    steps = -(-epochs * max(1, rows) // config.algorithm.groups_per_step)
     if "steps" in job.raw_document.get("budget", {}):
         steps = min(steps, config.budget.steps)
     return job.with_config(replace(config, budget=replace(config.budget, steps=steps)))
+
+
+def _count_rows(job: JobFile, source: DataSource) -> int:
+    if not demonstrations.is_counted(job.config, source.key):
+        return sum(1 for _ in _read_rows(job, source))
+    with job.locate_errors(source.key):
+        return demonstrations.count_rows(job.config, source).usable_count
 
 
 def check_system_prompt(job: JobFile) -> None:

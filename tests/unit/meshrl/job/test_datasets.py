@@ -1,4 +1,4 @@
-"""Rows of a job's datasets: epochs and dotted keys."""
+"""Rows of a job's datasets: epochs, mixes and dotted keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 
 from meshrl.common.grading.golds import parse_math_gold
 from meshrl.common.grading.row_values import find_value, format_keys
+from meshrl.common.job.bundle.job_data import JobData
 from meshrl.job import bundle
+from meshrl.job.bundle import pack_bundle
 from tests.unit.meshrl.job.conftest import JobVariant
 
 
@@ -84,3 +86,45 @@ def test_epochs_of_a_supervised_job_are_over_its_usable_rows(small: JobVariant) 
     packed, _ = bundle.pack_bundle(config, small.path.parent, small.path.parent / "run")
     lines = (packed / "data" / "train.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows[::2]
+
+
+MIX = """
+[[dataset.mix]]
+path = "sums.jsonl"
+weight = 3
+
+[[dataset.mix]]
+path = "more.csv"
+prompt = "question"
+"""
+
+
+@pytest.fixture
+def mixed(tiny: JobVariant) -> JobVariant:
+    """Make a job that mixes three rows of JSONL and two of CSV."""
+    write_rows(tiny.path.parent / "sums.jsonl", 3)
+    (tiny.path.parent / "more.csv").write_text("question,level\n1+1?,1\n1+2?,2\n")
+    text = tiny.path.read_text().replace('train = "train.jsonl"\n', "")
+    tiny.path.write_text(f"{text}\n{MIX}")
+    return tiny
+
+
+def test_mixed_rows_are_bundled_with_one_key_of_the_prompt(
+    mixed: JobVariant, tmp_path: Path
+) -> None:
+    config = mixed.load("dataset.epochs=4", "algorithm.groups_per_step=2")
+    assert config.budget.steps == 10, "an epoch has five prompts"
+    _, document = pack_bundle(config, mixed.path.parent, tmp_path / "run")
+    data = JobData.from_document("tiny", document, str(tmp_path))
+    assert [source.path for source in data.config.dataset.mix] == [
+        "data/mix-0-sums.jsonl",
+        "data/mix-1-more.jsonl",
+    ]
+    assert [row["prompt"] for row in data.read_rows("train")] == ["0", "1", "2", "1+1?", "1+2?"]
+
+
+def test_prompt_of_a_mixed_source_that_is_evaluated_is_found(mixed: JobVariant) -> None:
+    (mixed.path.parent / "held.jsonl").write_text('{"prompt": "1+2?"}\n')
+    error = mixed.get_error()
+    assert "held.jsonl, line 1: its prompt is also in dataset.mix (" in error
+    assert "more.csv, line 3)" in error

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.errors import BadMessage, ConfigError
-from meshrl.common.job.config import JobConfig
+from meshrl.common.job.config import DatasetConfig, JobConfig, MixedDataset
 from meshrl.common.job.constraints import AlgorithmName
+from meshrl.common.job.prompt_order import PromptMix
 from meshrl.services.trainer.steps.batch import (
+    SOURCE_REWARDS,
     RefillPolicy,
     StepBatch,
     compute_staleness,
@@ -31,6 +33,18 @@ def test_members_become_sequences_with_their_data() -> None:
     assert (second.extras["reference"] == given_.reference_logprobs[-8:]).all()
     assert float(first.advantages) == pytest.approx(-float(second.advantages), rel=1e-5) != 0
     assert batch.sequences == [first, second] and first.loss_token_count == 4
+
+
+def test_rewards_of_mixed_datasets_are_averaged_by_source() -> None:
+    paths = ("data/mix-0-sums.jsonl", "data/mix-1-more.jsonl")
+    mix = [MixedDataset(path=path) for path in paths]
+    config = replace(job(), dataset=DatasetConfig(mix=mix))
+    batch, sources = StepBatch(3, config), PromptMix.from_job(config)
+    of = [next(p for p in range(99) if sources.find_source(p) == source) for source in (0, 1)]
+    for number, (prompt, rewards) in enumerate(((of[0], [1, 0]), (of[1], [3, 1]), (of[0], [1, 1]))):
+        batch.add(replace(group(rewards, number=number), prompt=prompt))
+    assert batch.build_metrics()[SOURCE_REWARDS] == {"0-sums": 0.75, "1-more": 2.0}
+    assert SOURCE_REWARDS not in StepBatch(3, job()).build_metrics()
 
 
 def test_mismatched_scores_are_rejected() -> None:
