@@ -72,6 +72,7 @@ def run(
         dry_run_output.print_dry_run(found, everything)
         return
     dry_run_output.print_choices(found)
+    dry_run_output.warn_of_excess(found)
     hub_origins.fetch_weights(found)
     from meshrl.runs import session
 

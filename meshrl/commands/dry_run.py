@@ -57,29 +57,56 @@ def print_choices(job: JobFile) -> None:
         print(f"{text} (--dry-run shows why)", file=sys.stderr)
 
 
+def warn_of_excess(job: JobFile) -> None:
+    """Print a warning if the estimate exceeds the memory of this host or its GPUs."""
+    if text := _describe_excess(job, estimate_memory(job.config)):
+        print(f"warning: {text}", file=sys.stderr)
+
+
+def _describe_excess(job: JobFile, processes: list[ProcessMemory]) -> str:
+    room_bytes = _read_room_bytes(job.config.mesh.device)
+    if job.config.mesh.device == "cpu":
+        needed, where = sum(one.count * one.total_bytes for one in processes), "this host"
+    else:
+        sizes = [one.total_bytes for one in processes]
+        needed = sizes[0] + sizes[1] if shares_core_worker(job.config) else max(sizes)
+        where = "a GPU"
+    if needed <= room_bytes:
+        return ""
+    return (
+        f"the job needs about {_format_size(needed)} of {where}, which has "
+        f"{_format_size(room_bytes)}. Lower rollout.slots, rollout.max_tokens or "
+        "training.bin_tokens, or set rollout.kv_tokens, training.activation_checkpointing or "
+        "lora.rank"
+    )
+
+
+def _read_room_bytes(device: str) -> int:
+    """Return the memory of the smallest GPU, or of this host."""
+    if device == "cuda" and any(sizes := [one.memory_bytes for one in list_devices()]):
+        return min(size for size in sizes if size)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _make_memory_table(job: JobFile) -> Table:
     """Return the estimated memory of each process with a model."""
-    mesh, kv_gib = job.config.mesh, job.config.rollout.kv_memory_gib
+    rollout, device = job.config.rollout, job.config.mesh.device
     table = console_tables.make_table("process", "number", *COLUMNS, wraps=False)
-    table.title, table.title_justify = f"estimated memory of each process ({mesh.device})", "left"
+    table.title, table.title_justify = f"estimated memory of each process ({device})", "left"
     processes = estimate_memory(job.config)
     for one in processes:
         sizes = (_format_size(read(one)) for read in COLUMNS.values())
         table.add_row(one.process, str(one.count), *sizes)
-    notes = []
+    where = "This host" if device == "cpu" else "The smallest GPU"
+    notes = [f"{where} has {_format_size(_read_room_bytes(device))}."]
     if shares_core_worker(job.config):
         notes.append("Core and engine share a worker by time slices: it holds both.")
-    if job.config.rollout.engine == "sglang" and not job.config.rollout.kv_tokens:
+    if rollout.engine == "sglang" and not rollout.kv_tokens:
         notes.append("SGLang takes the free memory of its GPU for the KV cache.")
-    if kv_gib:
-        notes.append(f"rollout.kv keeps up to {kv_gib:g} GiB in host memory.")
-    if mesh.device == "cuda":
-        gpu_sizes = sorted({device.memory_bytes for device in list_devices()})
-        notes.append(f"This host's GPUs have {', '.join(map(_format_size, gpu_sizes))}.")
-    else:
-        total = sum(one.count * one.total_bytes for one in processes)
-        own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        notes.append(f"All take {_format_size(total)}; this host has {_format_size(own)}.")
+    if rollout.kv_memory_gib:
+        notes.append(f"rollout.kv keeps up to {rollout.kv_memory_gib:g} GiB in host memory.")
+    if excess := _describe_excess(job, processes):
+        notes.append(f"Warning: {excess}.")
     table.caption, table.caption_justify = " ".join(notes), "left"
     return table
 

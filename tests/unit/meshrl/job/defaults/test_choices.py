@@ -218,5 +218,7 @@ def test_dry_run_prints_differences_with_reasons_or_every_key(place: Path) -> No
     document = tomllib.loads(short.stdout)
     assert "planner" not in document and document["rollout"] == {"max_tokens": 64}
     assert "planner/0" in short.stderr and "activations" in short.stderr
-    every = tomllib.loads(CliRunner().invoke(app, [*words, "--all"]).stdout)
-    assert every.keys() == JobConfig().to_document().keys()
+    assert "Warning" not in short.stderr
+    long = CliRunner().invoke(app, [*words, "--all", "--set=rollout.slots=100000000"])
+    assert tomllib.loads(long.stdout).keys() == JobConfig().to_document().keys()
+    assert "Warning: the job needs about" in long.stderr
