@@ -107,7 +107,8 @@ class Schema(Generic[T]):
         if key in known:
             return key
         table, _, last = key.rpartition(".")
-        familiar = FAMILIAR_KEYS.get(last.replace("-", "_").lower(), "")
+        plain = last.replace("-", "_").lower()
+        familiar = FAMILIAR_KEYS.get(key) or FAMILIAR_KEYS.get(plain, "")
         siblings = {name: f"{table}.{name}" if table else name for name in self._list_keys(table)}
         elsewhere = {k.rpartition(".")[2]: k for k in reversed(known)}
         if familiar in self.types_by_key and last not in siblings:

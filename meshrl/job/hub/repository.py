@@ -47,6 +47,16 @@ def is_hub_id(text: str) -> bool:
     )
 
 
+def suggest_id(text: str) -> str:
+    """Return what to write instead of a text that is neither a path nor an id, as a sentence."""
+    rest = re.sub(r"^(https?:/+[^/]+/|hf:/+)?(datasets/|models/)?", "", text)
+    parts = [part for part in re.split(r"[/@:]", rest) if part]
+    if len(parts) < 2 or not is_hub_id("/".join(parts[:2])) or rest.endswith(_FILE_SUFFIXES):
+        return "Correct the path, or name a repository of the Hub as OWNER/NAME"
+    keys = "; its revision, configuration and split have own keys" if parts[2:] else ""
+    return f"Correct the path, or write {'/'.join(parts[:2])} for the repository of the Hub{keys}"
+
+
 def parse_snapshot_path(path: str) -> Repository | None:
     """Return the repository, with its commit, of a snapshot's directory; None for another path."""
     parts = Path(path).parts

@@ -91,10 +91,11 @@ def find_split(directory: Path, source: DataSource, owner: str) -> list[str]:
 def make_split_error(source: DataSource, splits: list[str], owner: str) -> ConfigError:
     """Return the error of a dataset without the source's split."""
     key = source.get_option_key("split")
+    slices = ", without a slice in brackets" if "[" in source.split else ""
     return ConfigError(
         f"{key} = {source.split!r}: {owner} has no such split; it has {', '.join(splits)}",
         where=key,
-        fix=f"Set {key} to one of them",
+        fix=f"Set {key} to one of them{slices}",
     )
 
 

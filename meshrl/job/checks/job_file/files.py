@@ -14,6 +14,7 @@ from meshrl.job import dataset_rows, demonstrations, references, row_keys
 from meshrl.job.checks.job_file.algorithm import REWARDLESS_ALGORITHMS
 from meshrl.job.checks.job_file.contamination import OverlapFinder
 from meshrl.job.checks.job_file.demonstrations import check_supervised_row
+from meshrl.job.hub.repository import suggest_id
 from meshrl.job.job_file import MESSAGE_WITH_FIX, JobFile, get_value
 from meshrl.job.row_files.data_source import DataSource
 from meshrl.job.row_files.dataset_row import DatasetRow
@@ -28,7 +29,7 @@ def check_model(job: JobFile) -> None:
         raise job.make_error(
             "model.path",
             f"model.path: {own.path} {there}",
-            "Set model.path to a Hugging Face directory, or to a Hub id OWNER/NAME",
+            suggest_id(os.path.relpath(own.path, job.base)),
         )
     if not own.path and not own.config:
         raise job.make_error(
@@ -75,7 +76,8 @@ def check_datasets(job: JobFile) -> None:
     for source in job.datasets:
         key, path = source.key, source.path
         if not has_source(source):
-            raise job.make_error(key, f"{key}: there is no file {path}")
+            wrong = f"{key}: there is no file {path}"
+            raise job.make_error(key, wrong, suggest_id(os.path.relpath(path, job.base)))
         row = None
         has_text = False
         for row in _read_rows(job, source):
