@@ -76,8 +76,8 @@ def check_datasets(job: JobFile) -> None:
     for source in job.datasets:
         key, path = source.key, source.path
         if not has_source(source):
-            wrong = f"{key}: there is no file {path}"
-            raise job.make_error(key, wrong, suggest_id(os.path.relpath(path, job.base)))
+            fix = suggest_id(os.path.relpath(path, job.base))
+            raise job.make_error(key, f"{key}: there is no file {path}", fix)
         row = None
         has_text = False
         for row in _read_rows(job, source):
