@@ -42,7 +42,9 @@ def list_named_files(config: JobConfig) -> list[NamedFile]:
         NamedFile("dataset.train", dataset.train, "data/train.jsonl"),
         *(
             NamedFile(
-                f"dataset.mix[{i}].path", d.path, f"data/mix-{i}-{_name_source(d.path)}.jsonl"
+                f"dataset.mix[{i}].path",
+                d.path,
+                f"data/mix-{i}-{_name_source(d.path).removeprefix(f'mix-{i}-')}.jsonl",
             )
             for i, d in enumerate(dataset.mix)
         ),

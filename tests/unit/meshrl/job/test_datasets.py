@@ -9,6 +9,7 @@ import pytest
 
 from meshrl.common.grading.golds import parse_math_gold
 from meshrl.common.grading.row_values import find_value, format_keys
+from meshrl.common.job.bundle.bundle_upload import check_config_paths
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.job import bundle
 from meshrl.job.bundle import pack_bundle
@@ -121,6 +122,7 @@ def test_mixed_rows_are_bundled_with_one_key_of_the_prompt(
         "data/mix-1-more.jsonl",
     ]
     assert [row["prompt"] for row in data.read_rows("train")] == ["0", "1", "2", "1+1?", "1+2?"]
+    check_config_paths(data.config, document["bundle"]["files"])  # so it can be uploaded
 
 
 def test_prompt_of_a_mixed_source_that_is_evaluated_is_found(mixed: JobVariant) -> None:
