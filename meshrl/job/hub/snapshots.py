@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
 
@@ -29,6 +29,8 @@ class Snapshot:
     commit: str
     sizes: Mapping[str, int]  # path -> bytes of each file
     is_listed: bool = True  # False: the Hub is unreachable, and the files are those in the cache
+    # (configuration, split) -> files, of the splits that were looked up so far
+    splits: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     @property
     def directory(self) -> Path:

@@ -32,8 +32,17 @@ def find_commit(source: DataSource) -> Repository:
 
 def fetch_split(source: DataSource) -> list[RowFile]:
     """Fetch the files of a source's split from the Hub, and return them."""
-    snapshot, key = _open_snapshot(source), source.get_option_key("revision")
-    name = source.path.rpartition("/")[2]
+    snapshot, part = _open_snapshot(source), (source.config, source.split)
+    if part not in snapshot.splits:
+        snapshot.splits[part] = _find_in_snapshot(snapshot, source)
+    names = snapshot.splits[part]
+    directory = snapshot.fetch(names)
+    return [RowFile.from_path(directory / name, f"{source.path}/{name}") for name in names]
+
+
+def _find_in_snapshot(snapshot: Snapshot, source: DataSource) -> list[str]:
+    """Return the paths in a snapshot of the files of a source's split."""
+    name, key = source.path.rpartition("/")[2], source.get_option_key("revision")
     if f"{name}.py" in snapshot.sizes:
         raise ConfigError(
             f"{source.path}: the dataset needs its script {name}.py, and scripts are not run",
@@ -49,9 +58,7 @@ def fetch_split(source: DataSource) -> list[RowFile]:
         for file in DESCRIPTION_FILES:
             if (described / file).is_file():
                 shutil.copyfile(described / file, outline / file)
-        names = find_split(outline, source, source.path)
-    directory = snapshot.fetch(names)
-    return [RowFile.from_path(directory / name, f"{source.path}/{name}") for name in names]
+        return find_split(outline, source, source.path)
 
 
 def find_split(directory: Path, source: DataSource, owner: str) -> list[str]:
