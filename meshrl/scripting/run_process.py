@@ -39,6 +39,7 @@ Report = Callable[..., None]
 def main(argv: list[str]) -> int:
     """Run the action and return the exit status; report an error instead of printing it."""
     parent, descriptor, action, *arguments = argv
+    os.set_inheritable(int(descriptor), False)  # else the parent would wait for later processes
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it
     threading.Thread(target=_follow_parent, args=(int(parent),), daemon=True).start()
     os.umask(PRIVATE_UMASK)
