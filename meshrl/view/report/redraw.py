@@ -54,8 +54,8 @@ def write_report(run_dir: Path) -> None:
     found, (job, document) = read_json(run_dir / SUMMARY_FILE), read_job(run_dir)
     events, rows = read_events(run_dir), thin_rows(iterate_rows(run_dir / METRICS_FILE))
     if "health" not in found:  # a summary of an earlier version
-        figures = collect_figures(iterate_rows(run_dir / METRICS_FILE))
-        problems = find_problems(figures, document, is_over=True)
+        so_far = collect_figures(iterate_rows(run_dir / METRICS_FILE))
+        problems = find_problems(so_far, document, is_over=True)
         found["health"] = [finding.to_document() for finding in problems]
     samples = select_report_samples(iterate_samples(run_dir))
     page = render_page(

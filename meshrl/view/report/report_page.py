@@ -27,7 +27,9 @@ from meshrl.view.report.summary_table import list_facts
 from meshrl.view.report.trajectory_table import render_trajectories
 
 TIMELINE_TITLE = "Timeline of workers"
-STYLE, SCRIPT = (Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js"))
+STYLE, SCRIPT = (
+    Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+)
 
 
 def render_page(

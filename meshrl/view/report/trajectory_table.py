@@ -94,7 +94,7 @@ def _render_row(sample: Sample) -> str:
     attributes = "".join(f' data-{key}="{escape(str(value))}"' for key, value in data.items())
     return (
         f"<tr{attributes}><td class=n>{sample['step']}</td><td>{escape(_name_set(sample))}</td>"
-        f"<td class=n>{format_reward(sample)}</td><td>{escape(end)}</td>"
+        f"<td class=n>{escape(format_reward(sample))}</td><td>{escape(end)}</td>"
         f"<td class=n>{sample['tokens']}</td><td><details><summary>{escape(title)}</summary>"
         f'<p class="note">{escape(format_heading(sample))}</p>{parts_html}</details></td></tr>'
     )

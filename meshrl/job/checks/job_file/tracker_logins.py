@@ -43,7 +43,7 @@ def _has_netrc_entry(host: str) -> bool:
         try:
             if path.is_file() and netrc.netrc(path).authenticators(host):
                 return True
-        except (netrc.NetrcParseError, OSError):
+        except (netrc.NetrcParseError, UnicodeDecodeError, OSError):
             continue
     return False
 
