@@ -5,6 +5,7 @@ Usage:
     python -m loadtests.mistakes                    # all, on real meshes
     python -m loadtests.mistakes --only rollout     # those with this in their names
     python -m loadtests.mistakes --list
+    python -m loadtests.mistakes --patience 5    # on a machine with five times its work
 
 Prints a line for each and, last, one JSON object: `clear_at_once` is the share of what can be known
 before a mesh starts that is said within 3 s (and what the user's own code takes) without one being
@@ -21,7 +22,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from loadtests.measuring.commands import Command
@@ -79,7 +81,7 @@ class _ScriptTrial(_Trial):
     program_words = ()
 
 
-def attempt(mistake: Mistake) -> Verdict:
+def attempt(mistake: Mistake, patience: float) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="mistake-") as folder:
         place = Place(Path(folder) / "work")
         if mistake.set:
@@ -96,26 +98,27 @@ def attempt(mistake: Mistake) -> Verdict:
                 kind = _ScriptTrial if mistake.argv[0].endswith(".py") else _Trial
                 command = kind(place.root, *mistake.argv, **mistake.environ)
                 try:
-                    status = _watch(command, mistake)
+                    status = _watch(command, mistake, patience)
                 finally:
                     command.end()
-                return _judge(mistake, place, before, command, status)
+                verdict = _judge(mistake, place, before, command, status)
+                return replace(verdict, by_s=mistake.by_s * patience)
         except NotPreparedError as error:
             why = (f"not prepared: {error}",)
             return Verdict(mistake.name, mistake.running, None, mistake.by_s, (), why, (), "")
 
 
-def _watch(command: _Trial, mistake: Mistake) -> int | None:
+def _watch(command: _Trial, mistake: Mistake, patience: float) -> int | None:
     """Wait until the command exits or cannot be expected to print more; return its exit status or
     None.
     """
-    deadline = command.began + SILENT_S + mistake.own_s
+    deadline = command.began + (SILENT_S + mistake.own_s) * patience
     while time.monotonic() < deadline:
         status = command.wait(0.1)
         if status is not None:
             return status
         if command.find_patterns(mistake.says)[0] is not None:
-            return command.wait(END_S) if mistake.ends else None
+            return command.wait(END_S * patience) if mistake.ends else None
     return None
 
 
@@ -159,6 +162,7 @@ def main() -> int:
         __doc__,
         only=("", "mistakes with this in their names"),
         jobs=(1, "tried at a time"),
+        patience=(1.0, "factor of the time limits, on a loaded machine"),
         out=(Path, "a file for every verdict, as JSON lines"),
         list=(False, "names them and ends"),
     )
@@ -171,7 +175,7 @@ def main() -> int:
         return 0
     with ThreadPoolExecutor(given.jobs) as pool:
         verdicts = []
-        for verdict in pool.map(attempt, chosen):
+        for verdict in pool.map(partial(attempt, patience=given.patience), chosen):
             verdicts.append(verdict)
             print_progress(_format_verdict(verdict))
             if given.out:
