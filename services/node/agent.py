@@ -289,6 +289,8 @@ class NodeAgent(Actor, SupervisorHooks):
         Shards stop first, as they use the others. The caller leaves the mesh afterwards. A killed
         agent leaves its processes running.
         """
+        # A killed process of the simulator is closed without a loop, so nothing can be awaited.
+        asyncio.get_running_loop()
         for task in self._tasks:
             task.cancel()
         if self._log_truncation is not None:

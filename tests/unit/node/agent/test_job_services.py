@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -112,6 +113,21 @@ async def test_failing_shard_fails_its_own_job_alone(
     assert agent.stats().services == 2
     await agent.shut_down()
     assert not any(child.poll() is None for child in host.children.values())
+
+
+@pytest.mark.filterwarnings("error")
+async def test_agent_without_a_loop_creates_no_coroutine(tmp_path: Path) -> None:
+    settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
+    mesh = alone("node/one", SystemClock(), Random(0), SystemHost(), settings=settings)
+    agent = NodeAgent(mesh, [], [], "w")
+
+    def close_killed_process() -> None:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            agent.shut_down().send(None)
+        gc.collect()  # reports coroutines that were never awaited
+
+    await asyncio.to_thread(close_killed_process)
+
 
 
 @virtual_test(limit_s=3600.0)
