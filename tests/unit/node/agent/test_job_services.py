@@ -129,7 +129,6 @@ async def test_agent_without_a_loop_creates_no_coroutine(tmp_path: Path) -> None
     await asyncio.to_thread(close_killed_process)
 
 
-
 @virtual_test(limit_s=3600.0)
 async def test_sandbox_receives_the_loadable_bundle_of_its_job(
     clock: VirtualClock, random: Random, tmp_path: Path
