@@ -81,7 +81,7 @@ class _ScriptTrial(_Trial):
     program_words = ()
 
 
-def attempt(mistake: Mistake, patience: float) -> Verdict:
+def attempt(mistake: Mistake, patience: float = 1.0) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="mistake-") as folder:
         place = Place(Path(folder) / "work")
         if mistake.set:
