@@ -25,7 +25,7 @@ from meshrl.job.hub.repository import Repository
 
 REQUEST_TIMEOUT_S = 15.0  # for the answer of a request; a stalled download ends after 10 s
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]  # base of the HTTP client's errors
-HUB_ERRORS = (HTTP_ERROR, OSError, HFValidationError)
+HUB_ERRORS = (HTTP_ERROR, OSError, ValueError)  # ValueError: an invalid id, or no JSON
 REPEAT_FIX = "Repeat the command: it continues where the download stopped"
 TOKEN_FIX = "set HF_TOKEN, or run `hf auth login`"
 BUSY_STATUS, SERVER_ERROR_STATUS = 429, 500
@@ -37,7 +37,7 @@ def explain_errors(repository: Repository, file: str) -> Iterator[None]:
     """Raise the ConfigError of an error of the Hub or disk while a file is fetched."""
     try:
         yield
-    except HUB_ERRORS as error:
+    except (*HUB_ERRORS, RuntimeError) as error:  # RuntimeError: of hf_xet
         raise explain_error(repository, error, file) from error
 
 
@@ -93,9 +93,13 @@ def explain_error(repository: Repository, error: Exception, file: str = "") -> C
             if isinstance(error, OfflineModeIsEnabled)
             else f"{REPEAT_FIX if file else 'Check the network'}. Without a network, {copy}",
         )
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+    text = " ".join(str(error).split())
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text:
         return make_disk_error(repository, None, 0)
-    return _make_error(repository, f"{file} could not be fetched: {error}", REPEAT_FIX)
+    if file:
+        return _make_error(repository, f"{file} could not be fetched: {text}", REPEAT_FIX)
+    wrong = f"{constants.ENDPOINT} does not answer as the Hub does: {text}"
+    return _make_error(repository, wrong, "Check HF_ENDPOINT and the proxy of this host")
 
 
 def make_disk_error(repository: Repository, needed: int | None, free: int) -> ConfigError:
@@ -160,7 +164,7 @@ def _list_refs(repository: Repository) -> list[str]:
             timeout=REQUEST_TIMEOUT_S,
         )
         refs: dict[str, Any] = answer.raise_for_status().json()
-    except (*HUB_ERRORS, ValueError):
+    except HUB_ERRORS:
         return []
     return [ref["name"] for kind in ("branches", "tags") for ref in refs.get(kind, [])]
 
