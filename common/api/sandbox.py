@@ -36,6 +36,7 @@ class RewardPart:
     use: str  # "module:function", f(row, turns) -> float, or a built-in reward's name
     weight: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
+    over_group: bool = False  # f(row, [turns of a member, ...]) -> list; it is the only part
 
 
 @message
@@ -106,13 +107,14 @@ class RunTools:
 
 @message
 class RewardCall:
-    """Finished trajectory to score: its row of the dataset, and its turns."""
+    """Finished trajectory to score: its row of the dataset, and its turns; or those of a group."""
 
     id: int
     job: str
     row: dict[str, Any]
     turns: list[dict[str, Any]]
     deadline_s: float
+    group: list[list[dict[str, Any]]] = field(default_factory=list)  # turns of each member
 
 
 @message
@@ -140,7 +142,8 @@ class CallOutcome:
 
     id: int
     status: str  # one of the above
-    # a reward's is a finite float, or with metrics as in `reward_numbers`; None unless ok
+    # a reward's is a finite float, or with metrics as in `reward_numbers`; of a group, a list of
+    # them; None unless ok
     value: Any
     error: str  # one line: error, and location in the job's code
 

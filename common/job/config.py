@@ -209,6 +209,7 @@ class RewardConfig(ConfigTable):
     use: str = ""  # module:function, or math | code_tests | regex | exact | choice
     options: OptionsTable = field(default_factory=dict)  # a built-in reward's options
     parts: list[RewardPartConfig] = field(default_factory=list)  # a weighted sum, instead of `use`
+    over_group: bool = False  # `use` scores all trajectories of a group at once
     deadline_s: PositiveNumber = 10.0
     judge: JudgeConfig = field(default_factory=JudgeConfig)
 

@@ -59,8 +59,9 @@ class RecordKind(IntEnum):
     TOOL = 3  # [trajectory, name, input, value]
     TURN = 4  # [trajectory, text]: the model's turn as the environment saw it
     APPEND = 5  # [trajectory, ids]
-    END = 6  # [trajectory, reason, reward or None, error]
+    END = 6  # [trajectory, reason, reward or None, error, metrics]
     CLOSE = 7  # [group, fate]
+    REWARDS = 8  # [group, [[member, reward], ...]]: before the ends of a group scored as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def extract_group(trajectory: int) -> int:
 
 def extract_groups(record: LedgerRecord) -> set[int]:
     """Return the groups that a record mentions."""
-    if record.kind in (RecordKind.OPEN, RecordKind.CLOSE):
+    if record.kind in (RecordKind.OPEN, RecordKind.CLOSE, RecordKind.REWARDS):
         return {record.payload[0]}
     if record.kind is RecordKind.TOKENS:
         return set(np.unique(record.payload.trajectory_ids >> token_records.MEMBER_BITS).tolist())

@@ -27,7 +27,7 @@ from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.mesh.runtime.task_groups import run_all
 from meshrl.common.state import jobs, steps
 from meshrl.services.rollout.runner import FIRST_EVALUATION_GROUP
-from meshrl.services.rollout.shard_job import ShardJob
+from meshrl.services.rollout.shard_job import ShardJob, score_over_groups
 from meshrl.services.rollout.trajectories.failures import OTHER_KIND
 from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 
@@ -179,7 +179,8 @@ class EvaluationRun:
             t.top_p = sampling.top_p or shard.config.rollout.top_p
             t.max_tokens = sampling.max_tokens
         each = [(t, row) for ts, row in zip(every, rows, strict=True) for t in ts]
-        await run_all(shard.runner.run(t, row) for t, row in each)
+        async with score_over_groups(shard, zip(every, rows, strict=True)):
+            await run_all(shard.runner.run(t, row) for t, row in each)
         drawn = SampledSet([[] for _ in rows])
         for rewards, ts in zip(drawn.rewards, every, strict=True):
             for t in ts:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from meshrl.common.records.ledger import RecordKind
 from meshrl.services.rollout.environments.environment_pool import EnvironmentPool
 from meshrl.services.rollout.record.group_commit import GroupCommit
 from meshrl.services.rollout.record.shard_ledger import ShardLedger
+from meshrl.services.rollout.rewards.group_scorer import GroupScorer
 from meshrl.services.rollout.rewards.judge import create_judge
 from meshrl.services.rollout.rewards.sandbox_client import SandboxClient
 from meshrl.services.rollout.rewards.scoring_client import ScoringClient
@@ -140,8 +143,12 @@ class TrajectoryRunner:
 
     async def run(self, trajectory: Trajectory, row: dict[str, Any]) -> None:
         if trajectory.outcome is None:
-            with self.tracer.trace(trajectory):
-                await self._run_assigned(trajectory, row)
+            try:
+                with self.tracer.trace(trajectory):
+                    await self._run_assigned(trajectory, row)
+            finally:
+                if trajectory.group_scorer is not None:
+                    trajectory.group_scorer.leave(trajectory.member)
 
     async def _run_assigned(self, trajectory: Trajectory, row: dict[str, Any]) -> None:
         stay = self.router.create_assignment(trajectory)
@@ -212,9 +219,11 @@ class TrajectoryRunner:
                 row, self.transcript.build_turns(trajectory, reason)
             )
         elif self.config.reward.reward_parts:
-            value = await self.sandbox_client.compute_reward(
-                row, self.transcript.build_turns(trajectory, reason)
-            )
+            turns = self.transcript.build_turns(trajectory, reason)
+            if trajectory.group_scorer is not None:
+                value = await trajectory.group_scorer.score(trajectory.member, turns)
+            else:
+                value = await self.sandbox_client.compute_reward(row, turns)
             found, own = split_reward(value)
             metrics |= {f"reward/{name}": number for name, number in own.items()}
         elif not (environment.use or environment.verifiers):
@@ -232,6 +241,30 @@ class TrajectoryRunner:
                 fix="Check the values that the reward, its weights and the environment return",
             )
         return found, metrics
+
+    def create_group_scorer(
+        self,
+        trajectories: Sequence[Trajectory],
+        row: dict[str, Any],
+        recorded: Mapping[int, Any] | None = None,
+    ) -> GroupScorer:
+        """Create the scorer of a group's members that have not ended, and give it to them."""
+        first = trajectories[0]
+
+        async def record(rewards: dict[int, Any]) -> None:
+            payload = [first.group, [[member, reward] for member, reward in rewards.items()]]
+            await self.ledger.write_records((RecordKind.REWARDS, payload), groups=(first.group,))
+
+        pending = [t for t in trajectories if t.outcome is None]
+        scorer = GroupScorer(
+            (t.member for t in pending),
+            partial(self.sandbox_client.compute_group_rewards, row),
+            recorded,
+            record if first.is_recorded else None,
+        )
+        for t in pending:
+            t.group_scorer = scorer
+        return scorer
 
     async def close(self) -> None:
         """Close the runner; trajectories in flight remain in the ledger."""

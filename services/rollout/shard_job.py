@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from itertools import chain
 from typing import Any
 
@@ -284,7 +285,9 @@ class ShardJob:
             t.top_p = self.config.rollout.top_p
             # the ledger's version may be of an abandoned lineage
             t.version = min(t.version, version)
-        await run_all(self._run_member(t, row) for t in members)
+        recorded = next((t.group_rewards for t in restored if t.group_rewards is not None), None)
+        async with score_over_groups(self, [(members, row)], recorded):
+            await run_all(self._run_member(t, row) for t in members)
         scored = [t for t in members if t.outcome is not None and t.outcome.reward is not None]
         if len(scored) >= self.config.min_group:
             message = build_group(
@@ -368,6 +371,27 @@ class ShardJob:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.samples.close()
         await self.runner.close()
+
+
+@asynccontextmanager
+async def score_over_groups(
+    shard: ShardJob,
+    groups: Iterable[tuple[Sequence[Trajectory], dict[str, Any]]],
+    recorded: Mapping[int, Any] | None = None,
+) -> AsyncIterator[None]:
+    """Give the members of groups the scorers that a reward over groups needs, within the block.
+
+    `recorded`: rewards of the only group, from the ledger.
+    """
+    scorers = []
+    if shard.config.reward.over_group:
+        create = shard.runner.create_group_scorer
+        scorers = [create(members, row, recorded) for members, row in groups]
+    try:
+        yield
+    finally:
+        for scorer in scorers:
+            await scorer.close()
 
 
 async def set_job_phase(

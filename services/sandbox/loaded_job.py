@@ -34,7 +34,7 @@ from meshrl.services.sandbox.outcomes import CallResult
 from meshrl.services.sandbox.sessions import Sessions
 from meshrl.services.sandbox.workers.calls import PoolCall
 from meshrl.services.sandbox.workers.pool import WorkerPool
-from meshrl.services.sandbox.workers.worker import REWARD, TOOL, format_name
+from meshrl.services.sandbox.workers.worker import GROUP_REWARD, REWARD, TOOL, format_name
 
 _GRADING = "meshrl.services.sandbox.grading"
 TRUSTED_BUILTINS = {
@@ -51,10 +51,15 @@ SOURCE_BYTES = 1 << 20
 def list_worker_functions(loaded: LoadJob) -> tuple[dict[str, str], dict[str, str]]:
     """Return what a job's workers import, by name: our own and the author's; jails run the rest."""
     uses = {TOOL + name: use for name, use in loaded.tools.items()}
-    uses |= {f"{REWARD}{i}": part.use for i, part in enumerate(loaded.rewards)}
+    uses |= {name_reward(i, part): part.use for i, part in enumerate(loaded.rewards)}
     ours = {name: TRUSTED_BUILTINS[use] for name, use in uses.items() if use in TRUSTED_BUILTINS}
     authors = {name: use for name, use in uses.items() if not builtin.is_builtin(use)}
     return ours, authors
+
+
+def name_reward(number: int, part: RewardPart) -> str:
+    """Return the name of a part's function in the workers, by which they check its results."""
+    return f"{GROUP_REWARD if part.over_group else REWARD}{number}"
 
 
 class JailedFunctions:
@@ -166,6 +171,8 @@ class LoadedJob:
             missing = f"job {self.loaded.job} has no reward"
             return [CallResult(RAISED, None, missing) for _ in calls]
         by_part = await asyncio.gather(*(self._score_part(i, calls) for i in range(len(parts))))
+        if parts[0].over_group:
+            return list(by_part[0])
         return [sum_rewards(parts, answers) for answers in zip(*by_part, strict=True)]
 
     async def _score_part(self, number: int, calls: Sequence[RewardCall]) -> Sequence[CallResult]:
@@ -175,8 +182,12 @@ class LoadedJob:
             graded = (self.jailed.compute_reward(c.row, c.turns, part.options) for c in calls)
             return await asyncio.gather(*map(catch_errors, graded))
         options = [part.options] if builtin.is_builtin(part.use) else []
-        name = f"{REWARD}{number}"
-        work = [PoolCall(name, [c.row, c.turns, *options], c.deadline_s) for c in calls]
+        name = name_reward(number, part)
+        scored = [c.group if part.over_group else c.turns for c in calls]
+        work = [
+            PoolCall(name, [c.row, turns, *options], c.deadline_s)
+            for c, turns in zip(calls, scored, strict=True)
+        ]
         return await self._run_in_pools(work)
 
     async def _run_in_pools(self, work: Sequence[PoolCall]) -> list[CallResult]:

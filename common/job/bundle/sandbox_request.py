@@ -25,7 +25,7 @@ def build_load_request(job: JobData) -> LoadJob:
         options = dict(part.options)
         if builtin.is_builtin(part.use):  # stop texts are not part of the answer
             options.setdefault("strip", [*config.rollout.stop, *config.rollout.stop_text])
-        parts.append(RewardPart(part.use, part.weight, options))
+        parts.append(RewardPart(part.use, part.weight, options, config.reward.over_group))
     return LoadJob(
         job.id,
         str(job.shared_bundle / MODULES),

@@ -45,7 +45,8 @@ from meshrl.services.rollout.trajectories.failures import (
 
 Q = TypeVar("Q")
 ToolCallRecord = tuple[str, Any, Any]  # a tool, its input, its value
-RewardArguments = tuple[dict[str, Any], list[dict[str, Any]]]
+Turns = list[dict[str, Any]]
+RewardArguments = tuple[dict[str, Any], Turns, list[Turns]]  # row, turns, those of a group
 
 MAX_ATTEMPTS = 4  # crashed calls before the trajectory fails by type
 MAX_TIMEOUTS = 2  # hung calls: time in a queue does not count, so accidental hangs are rare
@@ -224,10 +225,17 @@ class SandboxClient:
         """Compute the job's reward: a number, or with metrics as in `reward_numbers`. Raise
         ToolFailed if the function raises, hangs or returns an invalid value.
         """
+        return await self._call_reward((row, turns, []))
+
+    async def compute_group_rewards(self, row: dict[str, Any], group: list[Turns]) -> list[Any]:
+        """Compute the rewards of all members of a group, whose turns are given; see
+        `compute_reward`.
+        """
+        return list(await self._call_reward((row, [], group)))
+
+    async def _call_reward(self, arguments: RewardArguments) -> Any:
         deadline_s = self._job.config.reward.deadline_s
-        call = self._call_with_retries(
-            self._reward_batcher, (row, turns), REWARD_FUNCTION, deadline_s
-        )
+        call = self._call_with_retries(self._reward_batcher, arguments, REWARD_FUNCTION, deadline_s)
         return _get_value(await call, REWARD_FUNCTION)
 
     def end_session(self, session: str) -> None:
@@ -348,8 +356,8 @@ class SandboxClient:
     async def _score_batch(self, batch: list[RewardArguments]) -> list[CallOutcome | Exception]:
         deadline_s = self._job.config.reward.deadline_s
         calls = [
-            RewardCall(i, self._job.id, row, turns, deadline_s)
-            for i, (row, turns) in enumerate(batch)
+            RewardCall(i, self._job.id, row, turns, deadline_s, group)
+            for i, (row, turns, group) in enumerate(batch)
         ]
         patience_s = BATCH_DEADLINES * deadline_s + (MAX_QUEUE_S if self._is_reward_jailed else 5.0)
         return await self._send_with_retries(

@@ -242,14 +242,15 @@ class LocalPlayer:
         """Compute the job's reward of a trajectory of a row, and its metrics. Raise ToolFailed if
         it fails.
         """
-        deadline_s = self.job.config.reward.deadline_s
-        call = RewardCall(0, self.job.id, row, turns, deadline_s)
+        reward = self.job.config.reward
+        deadline_s, group = reward.deadline_s, [turns] if reward.over_group else []
+        call = RewardCall(0, self.job.id, row, turns, deadline_s, group)
         outcome = await self._call_sandbox(
             "score_trajectories", RewardBatch([call]), 5 * deadline_s
         )
         if outcome.status != OK:
             raise ToolFailed(f"the reward failed: {outcome.status}: {outcome.error}")
-        return split_reward(outcome.value)
+        return split_reward(outcome.value[0] if reward.over_group else outcome.value)
 
     async def _call_sandbox(self, method: str, request: Any, deadline_s: float) -> CallOutcome:
         if self._sandbox is None:

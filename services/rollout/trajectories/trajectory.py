@@ -174,6 +174,16 @@ class TrajectoryOutcome:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+class MemberScorer(Protocol):
+    """Scorer of a whole group; see `rewards/group_scorer.py`."""
+
+    async def score(self, member: int, turns: list[dict[str, Any]]) -> Any:
+        """Return the reward of a member, once all others have ended."""
+
+    def leave(self, member: int) -> None:
+        """Wait no longer for a member."""
+
+
 class Trajectory(TokenBuffer):
     """Trajectory: a prompt and the following tokens, in turns."""
 
@@ -197,6 +207,9 @@ class Trajectory(TokenBuffer):
         self.max_tokens = 0  # its maximum length, prompt included; 0: rollout.max_tokens
         self.stopwatch: NullStopwatch = NULL_STOPWATCH  # measures the time by state
         self.scores: dict[str, np.ndarray] = {}  # frozen models' scores, one per token
+        self.group_scorer: MemberScorer | None = None  # of a reward over the whole group
+        # by member: rewards that a predecessor recorded for the whole group
+        self.group_rewards: dict[int, Any] | None = None
 
     @property
     def turn_tokens(self) -> Ints:
@@ -254,6 +267,8 @@ class RestoredGroups:
 
     trajectories: dict[int, Trajectory] = field(default_factory=dict)
     closed_groups: set[int] = field(default_factory=set)
+    # by group and member: recorded for the whole group before its members ended
+    group_rewards: dict[int, dict[int, Any]] = field(default_factory=dict)
     cut_trajectories: set[int] = field(default_factory=set)  # trajectories cut at a gap
 
     def mark_gap(self) -> None:
@@ -267,6 +282,9 @@ class RestoredGroups:
         p = record.payload
         if not self.cut_trajectories or record.kind in (RecordKind.OPEN, RecordKind.CLOSE):
             return record
+        if record.kind is RecordKind.REWARDS:  # those of lost turns do not count
+            is_cut = p[0] in map(extract_group, self.cut_trajectories)
+            return None if is_cut else record
         if record.kind is not RecordKind.TOKENS:
             return None if p[0] in self.cut_trajectories else record
         chosen = ~np.isin(p.trajectory_ids, list(self.cut_trajectories))
@@ -294,6 +312,8 @@ class RestoredGroups:
                     sampled(*p.slice_token_columns(part))
         elif record.kind is RecordKind.CLOSE:
             self.closed_groups.add(p[0])
+        elif record.kind is RecordKind.REWARDS:
+            self.group_rewards[p[0]] = dict(p[1])
         elif p[0] in self.trajectories:
             self._apply_to_trajectory(self.trajectories[p[0]], record)
 
@@ -316,5 +336,6 @@ class RestoredGroups:
         groups: dict[int, list[Trajectory]] = {}
         for t in sorted(self.trajectories.values(), key=lambda t: t.id):
             if extract_group(t.id) not in self.closed_groups:
+                t.group_rewards = self.group_rewards.get(t.group)
                 groups.setdefault(t.group, []).append(t)
         return groups

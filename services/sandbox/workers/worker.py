@@ -30,6 +30,7 @@ OK, BAD_VALUE, RAISED = (
     "raised",
 )  # as in meshrl.common.api.sandbox, which imports numpy
 REWARD = "reward:"  # before a reward's number: what it returns is a finite number
+GROUP_REWARD = "group reward:"  # and a list of them, one for each member of its second argument
 TOOL = "tool:"  # before a tool's name
 MCP = "mcp:"
 LOAD_RESULT_ID = 0  # the id of the first answer
@@ -92,9 +93,12 @@ def run_call(
         )
     try:
         value = functions[name](*arguments)
-        checked, problem = (
-            check_reward(value) if name.startswith(REWARD) else check_plain_value(value)
-        )
+        if name.startswith(GROUP_REWARD):
+            checked, problem = check_group_rewards(value, len(arguments[1]))
+        elif name.startswith(REWARD):
+            checked, problem = check_reward(value)
+        else:
+            checked, problem = check_plain_value(value)
     except MemoryError:
         # An earlier call may have leaked the memory.
         os._exit(OUT_OF_MEMORY)
@@ -112,7 +116,7 @@ def run_call(
 
 
 def format_name(name: str) -> str:
-    return "reward" if name.startswith(REWARD) else name.removeprefix(TOOL)
+    return "reward" if name.startswith((REWARD, GROUP_REWARD)) else name.removeprefix(TOOL)
 
 
 def check_reward(value: object) -> tuple[object, str]:
@@ -131,6 +135,20 @@ def check_reward(value: object) -> tuple[object, str]:
     if not math.isfinite(number):
         return None, f"{number}; a reward is a finite number"
     return number, ""
+
+
+def check_group_rewards(value: object, count: int) -> tuple[object, str]:
+    """Return (the rewards of `count` members, "") or (None, the error)."""
+    wanted = f"with reward.over_group, a reward is a list of {count} numbers, one a trajectory"
+    if not isinstance(value, list | tuple):
+        return None, f"{short_repr(value)}, a {type(value).__name__}; {wanted}"
+    if len(value) != count:
+        return None, f"{short_repr(value)}, {len(value)} of them; {wanted}"
+    found = [check_reward(one) for one in value]
+    for place, (_, problem) in enumerate(found):
+        if problem:
+            return None, f"at place {place} of its list {problem}"
+    return [reward for reward, _ in found], ""
 
 
 def check_plain_value(value: object) -> tuple[object, str]:

@@ -25,7 +25,7 @@ from meshrl.common.mesh.process.entry.child import ChildChannel
 from meshrl.services.environment import threaded_server
 from meshrl.services.environment.answers import EnvironmentAnswer, InvalidAnswer, call_environment
 from meshrl.services.environment.environments import Environments
-from meshrl.services.sandbox.workers.worker import BAD_VALUE, REWARD, run_call
+from meshrl.services.sandbox.workers.worker import BAD_VALUE, GROUP_REWARD, OK, REWARD, run_call
 from meshrl.sim.mesh.job.job_setup import CHARACTERS
 from tests.load import scaled
 from tests.unit.common.model.chatting import qwen3_tokenizer
@@ -337,3 +337,25 @@ def test_environment_error_fails_only_its_trajectory(shard_stream: ShardStream) 
     shard_stream.send_operations([1, 1, "begin", {"prompt": "a"}])
     [[number, status, error_text]] = shard_stream.receive_answers()
     assert (number, status) == (1, "raised") and "KeyError: 'gate'" in error_text
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (0.5, "returned 0.5, a float; with reward.over_group, a reward is a list of 2 numbers"),
+        ([1.0], "returned [1.0], 1 of them; with reward.over_group, a reward is a list of 2"),
+        ([1.0, None], "returned at place 1 of its list None, a NoneType; a reward is a finite"),
+        ([1.0, {"reward": 2, "metrics": {"a": "x"}}], "metric 'a' must be a finite number"),
+    ],
+)
+def test_invalid_rewards_of_a_group_are_rejected(value: Any, error: str) -> None:
+    name, arguments = f"{GROUP_REWARD}0", msgpack.packb([{}, [[], []]])
+    answered = run_call({name: lambda row, group: value}, [1, name, arguments])
+    assert answered[1] == BAD_VALUE and error in answered[3], answered
+
+
+def test_rewards_of_a_group_may_have_metrics() -> None:
+    name, arguments = f"{GROUP_REWARD}0", msgpack.packb([{}, [[], []]])
+    measured = {"reward": 1, "metrics": {"rank": np.int64(2)}}
+    answered = run_call({name: lambda row, group: (True, measured)}, [1, name, arguments])
+    assert answered[1:3] == (OK, [1.0, {"reward": 1.0, "metrics": {"rank": 2.0}}])

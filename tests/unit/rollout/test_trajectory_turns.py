@@ -14,7 +14,7 @@ from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.errors import ToolFailed
 from meshrl.common.job.config import JobConfig, RolloutConfig
 from meshrl.common.model.tokens.tokenizer import Tokenizer
-from meshrl.common.records.ledger import LedgerRecord, RecordKind
+from meshrl.common.records.ledger import LedgerRecord, RecordKind, extract_groups
 from meshrl.common.records.token_records import TokenRows
 from meshrl.services.environment.environments import Environments
 from meshrl.services.rollout.runner import JobTurnPlayer, TrajectoryRunner
@@ -224,3 +224,19 @@ async def test_last_observation_is_recorded_with_the_end() -> None:
     metrics = {"reward/format": 1.0}
     measured = restore_trajectory(opening, text, (RecordKind.END, [KEY, "done", 1.0, "", metrics]))
     assert measured.outcome == TrajectoryOutcome("done", 1.0, metrics=metrics)
+
+
+def test_rewards_of_a_group_are_restored_with_its_members() -> None:
+    restored, rewards = RestoredGroups(), [[0, 0.5], [1, {"reward": 1.0, "metrics": {"a": 2.0}}]]
+    for member in (0, 1):
+        opening = [3, member, 0, 0, [1, 2]]
+        restored.apply_record(LedgerRecord(RecordKind.OPEN, opening), lambda *_: 0)
+    recorded = LedgerRecord(RecordKind.REWARDS, [3, rewards])
+    assert extract_groups(recorded) == {3}
+    restored.apply_record(recorded, lambda *_: 0)
+    assert [t.group_rewards for t in restored.list_open_groups()[3]] == [dict(rewards)] * 2
+    lost = RestoredGroups()
+    lost.apply_record(LedgerRecord(RecordKind.OPEN, [3, 0, 0, 0, [1, 2]]), lambda *_: 0)
+    lost.mark_gap()  # the turns that were scored are lost
+    lost.apply_record(recorded, lambda *_: 0)
+    assert [t.group_rewards for t in lost.list_open_groups()[3]] == [None]

@@ -100,6 +100,8 @@ def _check_rewards(job: JobFile) -> None:
         raise job.make_error(
             "reward.options", wrong, "Put options of your own function into the rows"
         )
+    if reward.over_group:
+        _check_group_reward(job)
     for i, part in enumerate(reward.reward_parts):
         table = f"reward.parts[{i}]" if reward.parts else "reward"
         key = f"{table}.use"
@@ -111,6 +113,20 @@ def _check_rewards(job: JobFile) -> None:
             raise job.make_error(
                 key, f"{key}: {part.use!r} has options but is not a built-in reward"
             )
+
+
+def _check_group_reward(job: JobFile) -> None:
+    """Check that a function of the author scores the groups."""
+    reward, key = job.config.reward, "reward.over_group"
+    if reward.parts:
+        wrong = f"{key} needs reward.use, but the job has reward.parts"
+        fix = "Write one function that computes the whole reward, and return its terms as metrics"
+        raise job.make_error(key, wrong, fix)
+    if not reward.use or builtin.is_builtin(reward.use):
+        what = f"the built-in reward {reward.use!r}" if reward.use else "a judge or environment"
+        wrong = f"{key} needs a function of your own, but {what} scores each trajectory alone"
+        fix = 'Set reward.use = "module:function", or remove the key'
+        raise job.make_error(key, wrong, fix)
 
 
 def _check_builtin_reward(job: JobFile, part: RewardPartConfig, table: str) -> None:
