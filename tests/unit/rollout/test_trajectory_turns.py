@@ -227,14 +227,15 @@ async def test_last_observation_is_recorded_with_the_end() -> None:
 
 
 def test_rewards_of_a_group_are_restored_with_its_members() -> None:
-    restored, rewards = RestoredGroups(), [[0, 0.5], [1, {"reward": 1.0, "metrics": {"a": 2.0}}]]
+    restored = RestoredGroups()
+    rewards: dict[int, Any] = {0: 0.5, 1: {"reward": 1.0, "metrics": {"a": 2.0}}}
     for member in (0, 1):
         opening = [3, member, 0, 0, [1, 2]]
         restored.apply_record(LedgerRecord(RecordKind.OPEN, opening), lambda *_: 0)
-    recorded = LedgerRecord(RecordKind.REWARDS, [3, rewards])
+    recorded = LedgerRecord(RecordKind.REWARDS, [3, [list(one) for one in rewards.items()]])
     assert extract_groups(recorded) == {3}
     restored.apply_record(recorded, lambda *_: 0)
-    assert [t.group_rewards for t in restored.list_open_groups()[3]] == [dict(rewards)] * 2
+    assert [t.group_rewards for t in restored.list_open_groups()[3]] == [rewards] * 2
     lost = RestoredGroups()
     lost.apply_record(LedgerRecord(RecordKind.OPEN, [3, 0, 0, 0, [1, 2]]), lambda *_: 0)
     lost.mark_gap()  # the turns that were scored are lost
