@@ -34,6 +34,18 @@ _COMMANDS = {
     "help": "--help",
     "version": "--version",
 }
+# Unknown option -> what to type.
+_OPTIONS = {
+    **dict.fromkeys(
+        ("--config", "--config-file", "--config-path", "--cfg", "--job", "--file"),
+        "The job file is an argument. Type:\nmeshrl run job.toml",
+    ),
+    **dict.fromkeys(
+        ("--resume", "--resume-from", "--resume-from-checkpoint", "--checkpoint"),
+        "Type:\nmeshrl resume RUN",
+    ),
+    **dict.fromkeys(("--verbose", "--debug", "--log-level"), "`meshrl logs RUN` prints all logs."),
+}
 
 
 class GuardedCommand(TyperCommand):
@@ -65,6 +77,8 @@ class JobCommand(GuardedCommand):
                 if not value:
                     ctx.fail(f"{name} has no value. Type: {name[2:]}=VALUE")
                 rewritten += ["--set", f"{name[2:]}={value}"]
+            elif hint := _OPTIONS.get(name):
+                ctx.fail(f"No such option: {name}. {hint}")
             elif key := _find_key(name):
                 found = [*rewritten, f"{key}={value or 'VALUE'}", *words]
                 command = f"{ctx.command_path} {shlex.join(found)}"

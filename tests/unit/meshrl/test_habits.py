@@ -39,6 +39,9 @@ from meshrl.job.toml.reader import read_toml
         ("run job.toml --model Qwen/Qwen3-0.6B", "model.path=Qwen/Qwen3-0.6B"),
         ("run job.toml --budget.steps", "budget.steps=VALUE"),
         ("run job.toml --frobnicate 2", "No such option: --frobnicate"),
+        ("run --config job.toml", "The job file is an argument"),
+        ("run job.toml --resume", "meshrl resume RUN"),
+        ("run job.toml --lora", "lora.rank=VALUE"),
         ("run a.toml b.toml", "'b.toml' is neither KEY=VALUE"),
     ],
 )
