@@ -17,7 +17,6 @@ _NAMES: Mapping[str, str] = {
     "dataset.train_split": "dataset_split dataset_train_split",
     "dataset.held_out_split": "eval_split dataset_test_split",
     "dataset.system": "system_prompt",
-    "dataset.train_split": "split dataset_split",
     "dataset.train": "dataset train_dataset dataset_name train_file train_files data prompt_data",
     "evaluation.every": "eval_steps test_freq eval_interval eval_every",
     "lora.alpha": "lora_alpha",
