@@ -119,10 +119,9 @@ def make_disk_error(repository: Repository, needed: int | None, free: int) -> Co
 
 
 def format_size(size_bytes: float) -> str:
-    """Return a size in MB or GB."""
-    if size_bytes < 1e9:
-        return f"{max(size_bytes, 0) / 1e6:.0f} MB"
-    return f"{size_bytes / 1e9:.1f} GB"
+    """Return a size in kB, MB or GB."""
+    unit, divisor = next(u for u in (("GB", 1e9), ("MB", 1e6), ("kB", 0)) if size_bytes >= u[1])
+    return f"{size_bytes / (divisor or 1e3):.1f} {unit}"
 
 
 def _make_error(repository: Repository, message: str, fix: str, where: str = "") -> ConfigError:

@@ -18,7 +18,6 @@ from meshrl.job.hub import hub_errors
 from meshrl.job.hub.repository import Repository
 
 NOTICE_BYTES = 64 << 20  # of a download that is told also without a terminal
-DISK_RESERVE_BYTES = 256 << 20  # that stay free beside a download
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Snapshot:
         needed = size_bytes - sum(f.stat().st_size for f in cached.glob("blobs/*.incomplete"))
         place = next(p for p in (cached, *cached.parents) if p.is_dir())
         free = shutil.disk_usage(place).free
-        if needed + DISK_RESERVE_BYTES > free:
+        if needed > free:
             raise hub_errors.make_disk_error(self.repository, needed, free)
 
 
