@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meshrl.job_template.job_creation import RECIPE_MODULES
+from meshrl.job_template.job_creation import RECIPE_MODULES, create_job
 from tests.load import scaled
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.meshrl.job.hub_server import HubServer
@@ -123,10 +123,9 @@ def test_every_recipe_passes_its_dry_run(tmp_path: Path) -> None:
     for name in RECIPE_MODULES:
         if name == "verifiers":  # needs an interpreter of its own
             continue
-        for file in (f"{name}.toml", *RECIPE_MODULES[name]):
-            (tmp_path / file).write_text((RECIPES / file).read_text())
+        create_job(tmp_path / name, name)
         settings = ["mesh.device=cpu", *(["rollout.engine=torch"] if name == "dapo-math" else [])]
-        jobs[str(tmp_path / f"{name}.toml")] = [part for s in settings for part in ("--set", s)]
+        jobs[str(tmp_path / f"{name}/{name}.toml")] = [part for s in settings for part in ("--set", s)]
     with HubServer(hub) as server:
         environment = os.environ | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "cache")}
         result = subprocess.run(
