@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from meshrl.common.state.events import Event
+from meshrl.common.state.pool.workers.process_names import agent_name
 
 START_MS = 60_000  # the planner may see a started host this long before it reports its start
 
@@ -12,12 +13,17 @@ START_MS = 60_000  # the planner may see a started host this long before it repo
 def count_lost_hosts(events: Iterable[Event]) -> int:
     """Return how often a host was lost: it joined again, or it never came back.
 
-    A host that came back without a new start was only late, such as a busy laptop.
+    A host that came back without a new start was only late, such as a busy laptop. A host whose
+    agent has stopped in order, as at the end of a mesh, was not lost.
     """
-    count, missing, late = 0, set[str](), dict[str, int]()
+    count, missing, late, stopped = 0, set[str](), dict[str, int](), set[str]()
     for event in events:
         host = event.fields.get("host", "")
-        if event.kind == "host_lost":
+        if event.kind == "released":
+            stopped.add(event.fields["name"])
+        elif event.kind == "registered":
+            stopped.discard(event.fields["name"])
+        elif event.kind == "host_lost" and agent_name(host) not in stopped:
             missing.add(host)
         elif event.kind == "host_back" and host in missing:
             missing.remove(host)

@@ -87,10 +87,13 @@ def test_phase_is_no_warm_start_without_demonstrations() -> None:
         (["host_lost", "host_back", "host_joined"], 1),
         (["host_lost", "host_joined", "host_back"], 1),
         (["host_joined", "host_lost", "host_back", "host_lost"], 1),
+        (["registered", "released", "host_lost"], 0),
+        (["registered", "released", "registered", "host_lost"], 1),
     ],
 )
 def test_host_that_was_only_late_is_not_lost(kinds: list[str], lost: int) -> None:
-    events = [Event(f"{ms}-0", ms, kind, {"host": "pc"}) for ms, kind in enumerate(kinds, 1)]
+    fields = {"host": "pc", "name": "node/pc"}
+    events = [Event(f"{ms}-0", ms, kind, fields) for ms, kind in enumerate(kinds, 1)]
     assert count_lost_hosts(events) == lost
 
 
