@@ -106,7 +106,8 @@ def make_agent(
     return _make_service(
         process_names.agent_name(host),
         "meshrl.services.node",
-        f"starts and watches {workers} workers, and the shards and sandboxes of jobs",
+        f"starts and watches {workers} worker{'s' * (workers != 1)}, and the shards and sandboxes "
+        "of jobs",
         *(
             "--workers",
             str(workers),

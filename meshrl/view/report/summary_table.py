@@ -60,7 +60,8 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     cached = " (warm start from the cache)" if summary["warm_start_cached"] else ""
     gap = summary["logprob_gap_max"]
     loss = summary.get("loss")
-    is_sampled = not loss or any(summary["held_out"].values())
+    is_sampled = any(summary["held_out"].values())
+    source = "read" if loss else "rolled out"  # without engines, the tokens are those of rows
     return [
         *([("loss", _format_losses(loss))] if loss else []),
         *([("held-out before", accuracy("before"))] if is_sampled else []),
@@ -74,7 +75,7 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "tokens",
-            f"{summary['tokens_rolled_out']:,} rolled out, {summary['tokens_trained']:,} trained",
+            f"{summary['tokens_rolled_out']:,} {source}, {summary['tokens_trained']:,} trained",
         ),
         *(
             [("prefixes loaded", prefix_text)]
