@@ -20,6 +20,7 @@ from meshrl.view.health.findings import Finding, find_problems, has_failure
 from meshrl.view.health.run_figures import RunFigures
 from meshrl.view.history.early_stop import EarlyStop
 from meshrl.view.history.event_text import format_event
+from meshrl.view.history.run_snapshot import is_supervised_step
 from meshrl.view.recording.audit import account_for_run
 from meshrl.view.recording.run_record import list_corrupt_files, read_events
 
@@ -49,10 +50,11 @@ class RunOutcome:
     phase: str
     step: int
     steps: int | None  # steps of the job's budget; None: its `job.json` is corrupt
-    reward: float | None  # of the last step
+    reward: float | None  # of the last step; None: the algorithm is sft
     held_out: float | None  # sampled, as measured last
     error: str
     phase_text: str = ""  # phase for people
+    loss: float | None = None  # of the last step of sft
     early_stop: EarlyStop | None = None  # the run has finished before its budget
     damaged: tuple[str, ...] = ()  # corruptions among its files, and their consequences
     health: tuple[Finding, ...] = ()  # findings about its steps
@@ -74,6 +76,7 @@ class RunOutcome:
         of = "" if self.steps is None else f" of {self.steps}"
         at = f"at step {self.step}{of}"
         figures = [] if self.reward is None else [f"reward {self.reward:.3f}"]
+        figures += [] if self.loss is None else [f"loss {self.loss:.4f}"]
         figures += [] if self.held_out is None else [f"held-out {self.held_out:.3f}"]
         so_far = f" ({', '.join(figures)})" if figures else ""
         if self.state == "finished":
@@ -140,6 +143,7 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
     document: dict[str, Any] = {}
     with contextlib.suppress(CorruptData, FileNotFoundError):
         document = job_file.read_job_file(run.directory / job_file.JOB_FILE_NAME)["document"]
+    is_supervised = bool(last_row) and is_supervised_step(last_row)
     return RunOutcome(
         run=run.display_path,
         job=run.job,
@@ -147,7 +151,8 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
         phase=phase,
         step=figures.last_step,
         steps=int(document["budget"]["steps"]) if document else None,
-        reward=float(last_row["reward"]) if last_row else None,
+        reward=float(last_row["reward"]) if last_row and not is_supervised else None,
+        loss=float(last_row["loss"]) if is_supervised else None,
         held_out=held_out,
         error=error,
         phase_text=format_phase(phase, document),

@@ -119,6 +119,15 @@ def test_corrupt_summary_is_replaced_by_the_events(tmp_path: Path) -> None:
     assert found.exit_code == 1 and "trained_twice = 4" in found.stdout, found.output
 
 
+def test_outcome_of_a_supervised_run_has_its_loss(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [])
+    row = {"step": 1, "reward": 1.0, "loss": 1.5, "model_tokens": 9, "ratio_max": None}
+    (directory / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    found = read_outcome(RunLocation(directory, "tiny", MeshPaths(directory)))
+    assert (found.reward, found.loss) == (None, 1.5)
+    assert found.format_lines()[0] == "tiny has finished its 1 steps (loss 1.5000)"
+
+
 def test_outcome_is_readable_without_a_job_file(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", [{"phase": "stopped", "error": ""}], [0.25])
     run = RunLocation(directory, "tiny", MeshPaths(directory))

@@ -298,6 +298,7 @@ def test_supervised_run_is_charted_and_summarized_by_its_losses() -> None:
     found = summarize(end, rows, [], [], JobUsage())
     assert found["loss"] == {"first": 2.0, "last": 0.5, "held_out": 1.25}
     facts = dict(list_facts(found))
+    assert " read, " in facts["tokens"]
     assert facts["loss"] == "2.0000 in the first step, 0.5000 in the last; held-out 1.2500"
     assert "held-out before" not in facts and summary()["loss"] is None
 
