@@ -125,7 +125,9 @@ def test_every_recipe_passes_its_dry_run(tmp_path: Path) -> None:
             continue
         create_job(tmp_path / name, name)
         settings = ["mesh.device=cpu", *(["rollout.engine=torch"] if name == "dapo-math" else [])]
-        jobs[str(tmp_path / f"{name}/{name}.toml")] = [part for s in settings for part in ("--set", s)]
+        jobs[str(tmp_path / f"{name}/{name}.toml")] = [
+            part for s in settings for part in ("--set", s)
+        ]
     with HubServer(hub) as server:
         environment = os.environ | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "cache")}
         result = subprocess.run(
