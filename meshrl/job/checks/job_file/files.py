@@ -15,7 +15,7 @@ from meshrl.job.checks.job_file.algorithm import REWARDLESS_ALGORITHMS
 from meshrl.job.checks.job_file.contamination import OverlapFinder
 from meshrl.job.checks.job_file.demonstrations import check_supervised_row
 from meshrl.job.hub.repository import suggest_id
-from meshrl.job.job_file import MESSAGE_WITH_FIX, JobFile, get_value
+from meshrl.job.job_file import MESSAGE_WITH_FIX, Choice, JobFile, get_value
 from meshrl.job.row_files.data_source import DataSource
 from meshrl.job.row_files.dataset_row import DatasetRow
 from meshrl.job.row_files.file_locations import has_source
@@ -115,8 +115,13 @@ def complete_steps(job: JobFile) -> JobFile:
     rows = sum(_count_rows(job, source) for source in job.datasets if source.is_trained)
     steps = -(-epochs * max(1, rows) // config.algorithm.groups_per_step)
     if "steps" in job.raw_document.get("budget", {}):
-        steps = min(steps, config.budget.steps)
-    return job.with_config(replace(config, budget=replace(config.budget, steps=steps)))
+        if config.budget.steps <= steps:
+            return job
+    size = config.algorithm.groups_per_step
+    why = f"dataset.epochs = {epochs} of {rows:,} rows, {size} prompts in a step"
+    config = replace(config, budget=replace(config.budget, steps=steps))
+    choices = (*job.choices, Choice("budget.steps", steps, why))
+    return replace(job, config=config, choices=choices)
 
 
 def _count_rows(job: JobFile, source: DataSource) -> int:

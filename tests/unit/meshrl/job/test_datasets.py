@@ -34,8 +34,11 @@ def test_epochs_give_the_steps_of_a_job(
     tiny: JobVariant, settings: tuple[str, ...], steps: int
 ) -> None:
     write_rows(tiny.path.parent / "train.jsonl", 10)
-    config = tiny.load("algorithm.groups_per_step=4", *settings)
-    assert config.budget.steps == steps
+    job = tiny.read("algorithm.groups_per_step=4", *settings)
+    assert job.config.budget.steps == steps
+    reasons = {choice.key: choice.reason for choice in job.choices}
+    is_chosen = steps not in (48, 5)
+    assert ("10 rows, 4 prompts in a step" in reasons.get("budget.steps", "")) is is_chosen
 
 
 @pytest.mark.parametrize(
