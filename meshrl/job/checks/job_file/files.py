@@ -114,9 +114,8 @@ def complete_steps(job: JobFile) -> JobFile:
         )
     rows = sum(_count_rows(job, source) for source in job.datasets if source.is_trained)
     steps = -(-epochs * max(1, rows) // config.algorithm.groups_per_step)
-    if "steps" in job.raw_document.get("budget", {}):
-        if config.budget.steps <= steps:
-            return job
+    if "steps" in job.raw_document.get("budget", {}) and config.budget.steps <= steps:
+        return job
     size = config.algorithm.groups_per_step
     why = f"dataset.epochs = {epochs} of {rows:,} rows, {size} prompts in a step"
     config = replace(config, budget=replace(config.budget, steps=steps))

@@ -73,7 +73,7 @@ def _check_sampling(job: JobFile, table: str, sampling: EvaluationSampling) -> N
     if any(k > sampling.samples for k in sampling.pass_at):
         key = f"{table}.pass_at"
         wrong = f"{key} = {sampling.pass_at} must be between 1 and samples = {sampling.samples}"
-        raise job.make_error(key, wrong)
+        raise job.make_error(key, wrong, f"Raise {table}.samples to {max(sampling.pass_at)}")
     limit = job.config.rollout.max_tokens
     if sampling.max_tokens > limit or sampling.max_tokens == 1:
         key = f"{table}.max_tokens"
