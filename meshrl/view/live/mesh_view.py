@@ -9,7 +9,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from meshrl.view.live import mesh_tables
-from meshrl.view.live.run_view import LinePrinter, ScreenView, format_duration, format_roles
+from meshrl.view.live.run_text import format_duration, format_roles
+from meshrl.view.live.run_view import LinePrinter, ScreenView
 from meshrl.view.live.top_screen import render_jobs
 from meshrl.view.mesh.mesh_frames import MeshFrame
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot

@@ -17,22 +17,28 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.common.base.host.terminal import escaped_output
-from meshrl.common.job.evaluation_plan import GREEDY, LOSS, LOSS_METRIC, NAMED_APART, SAMPLED
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.view.guard import WarningGuard
 from meshrl.view.health.findings import Finding
-from meshrl.view.health.run_figures import compute_truncated_share
 from meshrl.view.history.job_failures import (
     MAX_KINDS,
     FailurePrinter,
     explain_unscored,
     format_count,
-    format_figures,
     format_first,
-    format_share,
 )
-from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
+from meshrl.view.history.run_snapshot import RunSnapshot
+from meshrl.view.live.run_text import (
+    format_duration,
+    format_evaluation,
+    format_gap,
+    format_other_figures,
+    format_percent,
+    format_point,
+    format_step,
+    format_value,
+)
 from meshrl.view.mesh.prefix_stats import format_prefix_figures
 from meshrl.view.mesh.worker_lines import HiddenWorkers, WorkerLine
 from meshrl.view.terminal import Console
@@ -245,7 +251,7 @@ def _render_learning(snapshot: RunSnapshot) -> RenderableType:
     shown = f"{now}  {draw_sparkline(curve[-CURVE_WIDTH:])}"
     rows = [("loss" if snapshot.is_supervised else "reward", shown)]
     held_out = "   ".join(
-        f"{e.step}: {text}" for e in snapshot.evaluations[-4:] if (text := _format_point(e))
+        f"{e.step}: {text}" for e in snapshot.evaluations[-4:] if (text := format_point(e))
     )
     last = snapshot.evaluations[-1] if snapshot.evaluations else None
     missing = explain_unscored(last.scored_shares, last.unscored_reasons) if last else ""
@@ -268,18 +274,6 @@ def _render_learning(snapshot: RunSnapshot) -> RenderableType:
     rows.append(("signal", f"{signal}   failed {format_percent(snapshot.failed_share)}"))
     rows.append(("off-policy", f"{stale}   {gap_text}   entropy {snapshot.entropy:.2f}"))
     return _make_grid(rows)
-
-
-def _format_point(e: Evaluation) -> str:
-    """Return the figures of the held-out set on a line with those of other versions."""
-    parts = []
-    if e.sampled_reward is not None:
-        parts.append(f"{e.sampled_reward:.3f}{format_share(e.scored_shares.get(SAMPLED))}")
-    if e.greedy_reward is not None:
-        parts.append(f"({e.greedy_reward:.3f} greedy)")
-    if LOSS in e.figures:
-        parts.append(f"loss {e.figures[LOSS]:.4f}")
-    return " ".join(parts)
 
 
 def _render_workers(snapshot: RunSnapshot) -> RenderableType:
@@ -354,83 +348,6 @@ def draw_sparkline(values: Sequence[float]) -> str:
         return SPARKLINE_BLOCKS[0] * len(values)
     scaled = (max(0.0, value) / top * (len(SPARKLINE_BLOCKS) - 1) for value in values)
     return "".join(SPARKLINE_BLOCKS[max(1, round(s)) if s > 0 else 0] for s in scaled)
-
-
-def format_duration(seconds: float) -> str:
-    """Return h:mm:ss, or m:ss below an hour."""
-    whole_s = int(seconds)
-    hours, minutes = divmod(whole_s // 60, 60)
-    return f"{hours}:{minutes:02}:{whole_s % 60:02}" if hours else f"{minutes}:{whole_s % 60:02}"
-
-
-def format_step(row: dict[str, Any], snapshot: RunSnapshot) -> str:
-    rate = (
-        f"{snapshot.rollout_tokens_per_s / 1000:.1f}k rolled out "
-        f"{snapshot.trained_tokens_per_s / 1000:.1f}k trained"
-    )
-    learned = f"reward {row['reward']:.3f}  spread {format_value(row.get('reward_spread'))}"
-    learned += f"  length {row['length_mean']:.0f}"
-    learned += f"  truncated {format_percent(compute_truncated_share(row))}"
-    learned += f"  staleness {row['staleness']:.2f}  gap {format_gap(row['logprob_gap'])}"
-    if snapshot.is_supervised:
-        learned = f"loss {row['loss']:.4f}"
-        if (held_out := row.get(LOSS_METRIC)) is not None:
-            learned += f"  held-out loss {held_out:.4f}"
-        learned += f"  grad norm {row['grad_norm']:.2g}  length {row['length_mean']:.0f}"
-        rate = f"{snapshot.trained_tokens_per_s / 1000:.1f}k trained"
-    return (
-        f"[{format_duration(snapshot.elapsed_s)}] step {row['step']}/{snapshot.steps}  {learned}"
-        f"  failed {format_percent(row.get('failed_share', 0.0))}"
-        f"  tokens/s {rate}  {format_roles(snapshot.worker_lines, snapshot.job)}"
-    )
-
-
-def format_value(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def format_percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f} %"
-
-
-def format_gap(value: float | None) -> str:
-    """Return the gap; None means no token of the step had its whole prefix from one version."""
-    return "-" if value is None else f"{value:.1e}"
-
-
-def format_evaluation(evaluation: Evaluation) -> str:
-    shares, held_out = evaluation.scored_shares, format_held_out(evaluation)
-    parts = [held_out] if held_out else []
-    parts += [others] if (others := format_other_figures(evaluation)) else []
-    parts += [missing] if (missing := explain_unscored(shares, evaluation.unscored_reasons)) else []
-    best = "; the best so far" if evaluation.is_best else ""
-    what = "held-out" if held_out else "evaluated"
-    stop = evaluation.early_stop
-    end = f"; the run ends after step {stop.step}: {stop.reason}" if stop else ""
-    return f"{what} after step {evaluation.step}: {', '.join(parts) or 'no figure'}{best}{end}"
-
-
-def format_held_out(evaluation: Evaluation) -> str:
-    """Return the figures of the held-out set: rewards, and the loss of a supervised job."""
-    parts, shares = [], evaluation.scored_shares
-    if evaluation.sampled_reward is not None:
-        parts.append(f"{evaluation.sampled_reward:.3f} sampled{format_share(shares.get(SAMPLED))}")
-    if evaluation.greedy_reward is not None:
-        parts.append(f"{evaluation.greedy_reward:.3f} greedy{format_share(shares.get(GREEDY))}")
-    if LOSS in evaluation.figures:
-        parts.append(f"loss {evaluation.figures[LOSS]:.4f}")
-    return ", ".join(parts)
-
-
-def format_other_figures(evaluation: Evaluation) -> str:
-    """Return the figures without those of the held-out set that have short names."""
-    others = {k: v for k, v in evaluation.figures.items() if k not in NAMED_APART}
-    return format_figures(others, evaluation.scored_shares)
-
-
-def format_roles(workers: Sequence[WorkerLine], job: str) -> str:
-    """Return `w0:training w1:rollout`, of the workers that serve the job."""
-    return " ".join(f"{w.worker}:{w.role}" for w in workers if w.instance and w.job == job)
 
 
 RunView = RunScreen | RunLines

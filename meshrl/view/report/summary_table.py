@@ -15,7 +15,7 @@ from meshrl.view.history.job_failures import (
     format_figures,
     format_share,
 )
-from meshrl.view.live.run_view import format_duration
+from meshrl.view.live.run_text import format_duration
 from meshrl.view.mesh.prefix_stats import format_prefix_figures
 from meshrl.view.terminal import Console
 

@@ -26,7 +26,7 @@ from meshrl.common.state.pool.workers.rows import (
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.view.live import console_tables, mesh_tables
 from meshrl.view.live.mesh_view import MeshLines, render_screen
-from meshrl.view.live.run_view import format_roles
+from meshrl.view.live.run_text import format_roles
 from meshrl.view.mesh.mesh_frames import MeshFrame, build_frame
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.rates import TokenRate

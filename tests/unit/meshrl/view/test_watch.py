@@ -41,14 +41,8 @@ from meshrl.view.history.run_snapshot import (
     build_snapshot,
     parse_evaluation,
 )
-from meshrl.view.live.run_view import (
-    RunLines,
-    draw_sparkline,
-    format_duration,
-    format_evaluation,
-    format_step,
-    render_screen,
-)
+from meshrl.view.live.run_text import format_duration, format_evaluation, format_step
+from meshrl.view.live.run_view import RunLines, draw_sparkline, render_screen
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.rates import estimate_remaining_s
 
