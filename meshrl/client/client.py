@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 TOKEN_ENV = "MESHRL_TOKEN"  # a token, or the file that holds one, where none is given
 ANSWER_TIMEOUT_S = 20.0  # for what a mesh answers from its records
-SUBMIT_TIMEOUT_S = 600.0  # the job's rows are read, its files packed and, with a token, sent
+SUBMIT_TIMEOUT_S = 600.0  # the job's files are packed and, with a token, sent
 WEIGHTS_TIMEOUT_S = 600.0
 VERSIONS_TIMEOUT_S = 60.0  # a process starts for that
 EVENT_WAIT_S = 5.0  # of one request for events; the next follows at once
@@ -107,9 +107,10 @@ class Client:
         """
         from meshrl.client import job_check
 
+        # Downloads from the Hub take any time; a stalled one ends by a deadline of its own.
+        found = await asyncio.to_thread(job_check.load_checked_job, job, list(overrides), base)
+        file = Path(job) if isinstance(job, Path | str) else job_file
         async with _deadline(deadline_s, "submitting the job"):
-            found = await asyncio.to_thread(job_check.load_checked_job, job, list(overrides), base)
-            file = Path(job) if isinstance(job, Path | str) else job_file
             submitted = await self._transport.submit(found, force, file)
         return JobHandle(self, submitted.job, submitted.run_dir)
 
