@@ -18,6 +18,7 @@ from meshrl.job.job_file import JobFile
 # Built-in rewards' options that are numbers, and whether they may be 0; and those of other types.
 NUMBER_OPTIONS = {"rel_tol": True, "abs_tol": True, "case_s": False, "memory_mb": False}
 OPTION_TYPES: dict[str, tuple[type, str]] = {
+    "answer": (str, "the name of a key of the rows"),
     "partial": (bool, "true or false"),
     "prefix": (str, "a text"),
     "tests": (str, "the name of a key of the rows"),
