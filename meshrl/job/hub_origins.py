@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.job.config import JobConfig
+from meshrl.common.job.config import JobConfig, ModelsConfig
 from meshrl.common.job.named_files import list_named_files, set_value
 from meshrl.job import model_files
 from meshrl.job.hub import hub_models
@@ -29,23 +30,23 @@ def resolve_models(job: JobFile) -> JobFile:
     The directory has no weights yet: `fetch_weights` fetches them.
     """
     document = job.config.to_document()
-    for file in job.models:
-        key = f"{file.key.rpartition('.')[0]}.revision"
-        revision = get_value(job.config, key)
-        if not is_hub_id(file.path):
-            if revision and not parse_snapshot_path(file.path):
-                raise job.make_error(
-                    key, f"{key} needs a Hub id in {file.key}, which is a path", "Remove the key"
-                )
+    for table in ("model", *(f"models.{role.name}" for role in fields(ModelsConfig))):
+        path_key, key = f"{table}.path", f"{table}.revision"
+        path, revision = get_value(job.config, path_key), get_value(job.config, key)
+        if not is_hub_id(path):
+            if revision and not parse_snapshot_path(path):
+                given = "a path" if path else "empty"
+                wrong = f"{key} needs a Hub id in {path_key}, which is {given}"
+                raise job.make_error(key, wrong, "Remove the key")
             continue
         try:
             directory = hub_models.fetch_description(
-                Repository(file.path, "model", revision, file.key, key)
+                Repository(path, "model", revision, path_key, key)
             )
         except ConfigError as error:
-            message = error.message if error.where else f"{file.key}: {error.message}"
-            raise job.make_error(error.where or file.key, message, error.fix) from error
-        set_value(document, file.key, str(directory))
+            message = error.message if error.where else f"{path_key}: {error.message}"
+            raise job.make_error(error.where or path_key, message, error.fix) from error
+        set_value(document, path_key, str(directory))
         set_value(document, key, directory.name)
     return job.with_config(JobConfig.from_document(document))
 

@@ -47,7 +47,8 @@ class OverlapFinder:
         identity = self._identify(first)
         every = (row for source in trained for row in dataset_rows.read_rows(source))
         other = next(row for row in every if self._identify(row) == identity)
-        also = f"; so are {len(others)} more rows" if others else ""
+        also = "; so is one more row" if others else ""
+        also = f"; so are {len(others)} more rows" if len(others) > 1 else also
         whole = not self._job.uses_row_prompts
         prompt = "" if whole else ": its prompt"
         shown = "" if whole else f": {self._normalize_prompt(first):.{MAX_SHOWN_CHARS}}"
