@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
 from meshrl.common.model.tokens.tokenizer import build_character_tokenizer
 from meshrl.job.hub.repository import Repository, is_hub_id
@@ -72,6 +72,12 @@ def weights() -> bytes:
     return save({name: np.full(shape, 0.1, np.float32) for name, shape in tensors.items()})
 
 
+def split_weights(content: bytes) -> dict[str, bytes]:
+    """Return two files with the tensors of one."""
+    tensors = sorted(load(content).items())
+    return {f"model-0000{i + 1}-of-00002.safetensors": save(dict(tensors[i::2])) for i in range(2)}
+
+
 def write_repositories(hub: HubServer, scratch: Path) -> None:
     build_character_tokenizer("0123456789+=", scratch / "tokenizer.json")
     tokenizer = (scratch / "tokenizer.json").read_text()
@@ -86,7 +92,11 @@ def write_repositories(hub: HubServer, scratch: Path) -> None:
     }
     for name in ("tiny", "gated", "closed", "large"):
         hub.write(f"models/acme/{name}", model)
+    parts = split_weights(weights())
+    index = {"weight_map": {name: file for file, part in parts.items() for name in load(part)}}
     del model["model.safetensors"]
+    own: dict[str, bytes | str] = {"model.safetensors.index.json": json.dumps(index), **parts}
+    hub.write("models/acme/sharded", model | own | {"consolidated.safetensors": "once more"})
     hub.write("models/acme/pickles", model)
     hub.write("models/acme/notes", {"README.md": ""})
     hub.write(
@@ -192,6 +202,13 @@ def test_packed_job_has_weights_commits_and_no_token(reader: Reader) -> None:
     assert origins["model.path"] == {"repository": "acme/tiny", "commit": found["revision"]}
     assert set(origins) == {"model.path", "dataset.train", "dataset.held_out"}
     assert found["reloaded"].endswith("/model") and "hf_secret" not in json.dumps(found)
+
+
+def test_sharded_model_is_packed_without_further_copies_of_its_weights(reader: Reader) -> None:
+    found = reader.read("model.path=acme/sharded", pack=True)
+    assert [name for name in found["files"] if name.endswith(".safetensors")] == [
+        f"model-0000{i}-of-00002.safetensors" for i in (1, 2)
+    ]
 
 
 def test_commit_stays_readable_when_its_branch_moves(reader: Reader) -> None:
