@@ -105,7 +105,7 @@ def check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
         raise ConfigError(
             f"{row.location}: {prompt_key!r} is not a conversation: {error}",
             fix=SHAREGPT_FIX
-            if _is_sharegpt(value)
+            if is_sharegpt(value)
             else "Write each message as {'role', 'content'}, where the content is a text or "
             "parts of type 'text'",
         ) from error
@@ -114,7 +114,7 @@ def check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
 def _suggest_prompt(row: DatasetRow, chat: bool) -> str:
     """Return what to do about a row without a prompt, from the form of the row."""
     for key, value in row.value.items():
-        if _is_sharegpt(value):
+        if is_sharegpt(value):
             return f"{key!r} has ShareGPT's form. {SHAREGPT_FIX}"
         if key in CONVERSATION_KEYS and isinstance(value, list):
             more = "" if chat else ', and environment.chat to a format such as "auto"'
@@ -125,7 +125,8 @@ def _suggest_prompt(row: DatasetRow, chat: bool) -> str:
     return f"Set dataset.prompt to the key of the prompt in the rows; {has}"
 
 
-def _is_sharegpt(value: Any) -> bool:
+def is_sharegpt(value: Any) -> bool:
+    """Return True for messages with the keys `from` and `value`."""
     return isinstance(value, list) and any(
         isinstance(message, dict) and {"from", "value"} <= message.keys() for message in value
     )

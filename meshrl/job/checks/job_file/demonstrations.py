@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshrl.common.grading.row_values import find_value, format_keys
 from meshrl.common.model.chat.demonstrations import (
     MESSAGES_KEY,
@@ -9,14 +11,14 @@ from meshrl.common.model.chat.demonstrations import (
     parse_demonstration,
 )
 from meshrl.common.model.chat.messages import parse_message
-from meshrl.job.dataset_rows import check_prompt
+from meshrl.job.dataset_rows import SHAREGPT_FIX, check_prompt, is_sharegpt
 from meshrl.job.job_file import HELD_OUT_KEY, JobFile
 from meshrl.job.row_files.dataset_row import DatasetRow
 
 PREFERENCE_KEYS = {"chosen", "rejected"}
 PREFERENCE_FIX = (
-    "Learn the preferred answers: set dataset.response to 'chosen'. Or train with a reward by "
-    "another algorithm, or learn from pairs with TRL's DPOTrainer"
+    "Learn the preferred answers: set dataset.{}. Or train with a reward by another algorithm, or "
+    "learn from pairs with TRL's DPOTrainer"
 )
 
 
@@ -32,12 +34,32 @@ def check_supervised_row(job: JobFile, key: str, row: DatasetRow) -> None:
         return
     if answer is None and value.keys() >= PREFERENCE_KEYS:
         wrong = f"{row.location}: the row has a preference pair, 'chosen' and 'rejected'"
-        raise job.make_error(key, f"{wrong}, which no algorithm learns", PREFERENCE_FIX)
+        is_conversation = isinstance(value["chosen"], list)
+        chosen = f"columns.{MESSAGES_KEY}" if is_conversation else "response"
+        fix = PREFERENCE_FIX.format(f"{chosen} = 'chosen'")
+        raise job.make_error(key, f"{wrong}, which no algorithm learns", fix)
     if job.uses_row_prompts:
+        if find_value(value, config.dataset.prompt) is None:
+            wrong = f"{row.location}: the row has neither {config.dataset.prompt!r}, a prompt, nor"
+            wrong += f" {MESSAGES_KEY!r}, a conversation; it has {format_keys(value)}"
+            raise job.make_error(key, wrong, _suggest_keys(value))
         with job.locate_errors(key):
             check_prompt(row, config.dataset.prompt, bool(config.environment.chat))
     if key != HELD_OUT_KEY:
         _check_answer(job, row)
+
+
+def _suggest_keys(value: dict[str, Any]) -> str:
+    """Return what to do about a row without a prompt and without a conversation."""
+    for key, item in value.items():
+        if is_sharegpt(item):
+            return f"{key!r} has ShareGPT's form. {SHAREGPT_FIX}, under {MESSAGES_KEY!r}"
+        if isinstance(item, list) and item and isinstance(item[0], dict) and "role" in item[0]:
+            return f"Set dataset.columns.{MESSAGES_KEY} = {key!r}"
+    return (
+        "Set dataset.prompt and dataset.response to the keys of prompt and answer, or "
+        f"dataset.columns.{MESSAGES_KEY} to the key of a conversation"
+    )
 
 
 def _check_demonstration(job: JobFile, key: str, row: DatasetRow) -> None:
@@ -51,7 +73,9 @@ def _check_demonstration(job: JobFile, key: str, row: DatasetRow) -> None:
         raise job.make_error(
             key,
             f"{row.location}: {MESSAGES_KEY!r} is not a conversation: {error}",
-            "Write each message as {'role', 'content'}, and calls as {'function': {'name', "
+            SHAREGPT_FIX
+            if is_sharegpt(row.value[MESSAGES_KEY])
+            else "Write each message as {'role', 'content'}, and calls as {'function': {'name', "
             "'arguments'}} in the assistant's 'tool_calls'",
         ) from error
 
