@@ -193,6 +193,15 @@ def test_finished_run_names_the_setting_that_extends_it(run: Path) -> None:
         resume_run(run, ["optimizer.adamw_lr=0.5"])
 
 
+def test_run_that_ended_early_names_the_setting_that_continues_it(run: Path) -> None:
+    stop = {"step": 2, "best_version": 1, "patience": 1, "reason": "version 1 is the best"}
+    write_json(run / "summary.json", {"phase": "finished", "steps": 2, "early_stop": stop})
+    expected = r"finished early, after step 2: version 1 is.*--set evaluation\.patience=0"
+    for settings in ([], ["optimizer.adamw_lr=0.5"]):
+        with pytest.raises(Refused, match=expected):
+            resume_run(run, settings)
+
+
 @pytest.mark.parametrize(
     ("setting", "why"),
     [

@@ -128,6 +128,22 @@ def test_outcome_of_a_supervised_run_has_its_loss(tmp_path: Path) -> None:
     assert found.format_lines()[0] == "tiny has finished its 1 steps (loss 1.5000)"
 
 
+@pytest.mark.parametrize(("ends_at", "ended_early"), [(2, True), (1, False), (None, False)])
+def test_outcome_of_a_run_that_ended_early_has_the_reason(
+    tmp_path: Path, ends_at: int | None, ended_early: bool
+) -> None:
+    directory = write_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.25, 0.5])
+    fields = {"job": "tiny", "ends_at": ends_at, "best_version": 0, "patience": 1}
+    event = json.dumps({"id": "0-1", "ms": 0, "kind": "evaluation", "fields": fields})
+    record = directory / "events.jsonl"
+    record.write_text(f"{event}\n{record.read_text()}")
+    lines = read_outcome(RunLocation(directory, "tiny", MeshPaths(directory))).format_lines()
+    steps = "2 of 8 steps" if ended_early else "its 2 steps"
+    assert lines[0].startswith(f"tiny has finished {steps}")
+    reason = "It ended early: version 0 is the best, and no better one came in the evaluation since"
+    assert (reason in lines) is ended_early
+
+
 def test_outcome_is_readable_without_a_job_file(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", [{"phase": "stopped", "error": ""}], [0.25])
     run = RunLocation(directory, "tiny", MeshPaths(directory))

@@ -456,6 +456,15 @@ def test_figure_names_its_share_of_samples() -> None:
     assert format_evaluation(some) == said
 
 
+def test_evaluation_that_ends_the_run_states_the_reason() -> None:
+    fields = {"tag": "step-8", "step": 8, "sampled": 0.5, "ends_at": 9}
+    last = parse_evaluation(fields | {"best_version": 4, "patience": 2})
+    assert format_evaluation(last) == (
+        "held-out after step 8: 0.500 sampled; the run ends after step 9: version 4 is the best, "
+        "and no better one came in the 2 evaluations since"
+    )
+
+
 def test_evaluation_without_scored_samples_is_reported() -> None:
     none = parse_evaluation(
         {
