@@ -14,7 +14,7 @@ _NAMES: Mapping[str, str] = {
     "dataset.config": "dataset_config subset dataset.name",
     "dataset.epochs": "epochs num_train_epochs num_epochs total_epochs max_epochs",
     "dataset.held_out": "eval_dataset val_files val_data eval_data test_data",
-    "dataset.train_split": "dataset_split dataset_train_split",
+    "dataset.train_split": "split dataset_split dataset_train_split",
     "dataset.held_out_split": "eval_split dataset_test_split",
     "dataset.mix": "mixture data_mix dataset_mixture dataset_mixer prompt_data_probs probabilities",
     "dataset.prompt": "prompt_key input_key dataset_text_field",
