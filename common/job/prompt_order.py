@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from meshrl.common.job.config import JobConfig
 
-CACHED_ORDERS = 16  # permutations in memory: at a boundary, those of two epochs of each source
+CACHED_EPOCHS = 2  # permutations of a source in memory: those of two epochs at a boundary
 SEED_MASK = (1 << 64) - 1  # generators take no negative seed
 MIX_STREAM = 1 << 31  # last number of the seeds for sources; those for rows have the source's
 BLOCK_PROMPTS = 1 << 14  # prompts whose sources are drawn together
@@ -26,7 +26,6 @@ def _draw_numbers(seed: int, count: int, *stream: int) -> NDArray[np.uint64]:
     return np.random.PCG64([seed & SEED_MASK, *stream]).random_raw(count)
 
 
-@lru_cache(maxsize=CACHED_ORDERS)
 def _permute_rows(seed: int, epoch: int, source: int, count: int) -> NDArray[np.intp]:
     """Return the order of a source's rows in an epoch of that source."""
     return np.argsort(_draw_numbers(seed, count, epoch, source), kind="stable")
@@ -81,12 +80,13 @@ class PromptOrder:
     def __init__(self, mix: PromptMix, row_counts: Sequence[int], *, shuffles: bool) -> None:
         self._mix, self._row_counts, self._shuffles = mix, row_counts, shuffles
         self._first_rows = [0, *accumulate(row_counts)]
+        self._permute_rows = lru_cache(CACHED_EPOCHS * len(row_counts))(_permute_rows)
 
     def find_row(self, prompt: int) -> int:
         """Return the number of the row, from 0, that a prompt index stands for."""
         source, index = self._mix.locate(prompt)
         epoch, place = divmod(index, self._row_counts[source])
         if self._shuffles:
-            order = _permute_rows(self._mix.seed, epoch, source, self._row_counts[source])
+            order = self._permute_rows(self._mix.seed, epoch, source, self._row_counts[source])
             place = int(order[place])
         return self._first_rows[source] + place
