@@ -258,7 +258,8 @@ async def restore_job(
         "retained_fields": checkpoint.get("kept", {})
         | {key: checkpoint.get(key, "") for key in ("image", "masters")},
     }
-    phase = Phase.TRAINING if version < document["budget"]["steps"] else Phase.EVALUATION
+    last_step = int(checkpoint.get("kept", {}).get("budget_steps", document["budget"]["steps"]))
+    phase = Phase.TRAINING if version < last_step else Phase.EVALUATION
     op_id = f"restore-{lineage}-{version}"
     details = {"counts": counts}
     await create_job(state, job, document, run_dir, op_id, phase, counters, details)

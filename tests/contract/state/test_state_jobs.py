@@ -216,6 +216,18 @@ async def test_early_stop_is_undone_with_its_evaluation(bench: Bench) -> None:
     assert (row.early_stop, row.last_step, row.best_version) == (-1, 9, 2)
 
 
+async def test_early_stop_remains_after_redis_lost_all_data(bench: Bench) -> None:
+    seats, _ = await stop_early(bench, [0.5, 0.7, 0.6, 0.7])
+    await trained_to(bench, seats, 5)
+    saved = await steps.read_checkpoint_state(bench.state, JOB) | {"manifest": "m0.5"}
+    await bench.state.run_command("FLUSHALL")
+    await steps.restore_job(bench.state, JOB, document(steps=9), "/run", saved)
+    row = await jobs.read_job(bench.state, JOB)
+    assert (row.early_stop, row.last_step, row.phase) == (4, 5, "evaluation")
+    assert await change_job(bench, "go on", steps=10)
+    assert (await jobs.read_job(bench.state, JOB)).last_step == 10
+
+
 @pytest.mark.parametrize(
     ("values", "patience"),
     [([0.5, 0.7, 0.6], 2), ([0.5, 0.4, 0.6, 0.5], 2), ([0.5, 0.4, 0.3, 0.2], 0)],

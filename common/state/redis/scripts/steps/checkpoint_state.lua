@@ -28,9 +28,13 @@ for _, state in ipairs({'leased', 'ready', 'open'}) do
     end
   end
 end
+local kept = {initial_manifest = job.initial_manifest or '',
+  best_version = job.best_version or '-1', best_manifest = job.best_manifest or '',
+  best_value = job.best_value or ''}
+for _, field in ipairs({'early_stop', 'full_budget', 'budget_steps'}) do
+  if job.early_stop then kept[field] = job[field] end
+end
 return cjson.encode({lineage = tonumber(job.lineage),
   version = tonumber(job.version) + (#args.groups > 0 and 1 or 0), cursor = tonumber(job.cursor),
   next_group = tonumber(job.next_group), requeue = prompts, in_flight = in_flight, counts = counts,
-  phase = job.phase, kept = {initial_manifest = job.initial_manifest or '',
-    best_version = job.best_version or '-1', best_manifest = job.best_manifest or '',
-    best_value = job.best_value or ''}})
+  phase = job.phase, kept = kept})
