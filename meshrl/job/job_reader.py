@@ -106,7 +106,8 @@ def reload_document(
     config_here = replace_paths(config, lambda file: str(home / file.path))
     found = JobFile(config_here, home / "modules", fail)
     all_checks.check_changed_document(found)
-    _warn_of_high_rates(found, "Lower it")
+    if overrides:  # else the run has had the warning at its start
+        _warn_of_high_rates(found, "Lower it")
     return found, config.to_document() | {"bundle": bundle}
 
 
