@@ -103,7 +103,7 @@ def read_checked_job(directory: Path) -> tuple[JobFile, JobRequest]:
 
     Raises ConfigError with the wrong key, or the place in the author's code or rows.
     """
-    from meshrl.job import job_reader
+    from meshrl.job import hub_origins, job_reader
     from meshrl.launch.checks import mesh_checks
 
     request = JobRequest.read(directory)
@@ -114,6 +114,7 @@ def read_checked_job(directory: Path) -> tuple[JobFile, JobRequest]:
             request.document, request.overrides, Path(request.base), request.job_file, collect
         )
         mesh_checks.check_job_and_mesh(found)
+        hub_origins.fetch_weights(found)
     except MeshError as error:
         error.message, error.where = translate(error.message), translate(error.where)
         error.fix = translate(error.fix)
