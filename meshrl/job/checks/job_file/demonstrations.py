@@ -7,6 +7,7 @@ from typing import Any
 from meshrl.common.grading.row_values import find_value, format_keys
 from meshrl.common.model.chat.demonstrations import (
     MESSAGES_KEY,
+    TOOLS_KEY,
     is_demonstration,
     parse_demonstration,
 )
@@ -20,6 +21,9 @@ PREFERENCE_FIX = (
     "Learn the preferred answers: set dataset.{}. Or train with a reward by another algorithm, or "
     "learn from pairs with TRL's DPOTrainer"
 )
+
+
+TOOLS_FIX = f"Write {TOOLS_KEY!r} as a list of JSON schemas of functions, or as its JSON text"
 
 
 def check_supervised_row(job: JobFile, key: str, row: DatasetRow) -> None:
@@ -72,8 +76,10 @@ def _check_demonstration(job: JobFile, key: str, row: DatasetRow) -> None:
     except ValueError as error:
         raise job.make_error(
             key,
-            f"{row.location}: {MESSAGES_KEY!r} is not a conversation: {error}",
-            SHAREGPT_FIX
+            f"{row.location}: the conversation is invalid: {error}",
+            TOOLS_FIX
+            if repr(TOOLS_KEY) in str(error)
+            else SHAREGPT_FIX
             if is_sharegpt(row.value[MESSAGES_KEY])
             else "Write each message as {'role', 'content'}, and calls as {'function': {'name', "
             "'arguments'}} in the assistant's 'tool_calls'",
