@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,6 +18,14 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.job.row_files.dataset_row import DatasetRow, explain_bad_value
 
 COMPRESSED_SUFFIX = ".gz"
+SUFFIX_FIX = (
+    "Write one JSON object on each line, or give a file of another format its suffix: .json, .csv "
+    "or .parquet"
+)
+LINE_FIXES = {
+    ".jsonl": "Write one JSON object on each line",
+    ".json": "Write an array of objects, or one object on each line",
+}
 
 
 def read_jsonl(path: Path, name: str) -> Iterator[DatasetRow]:
@@ -26,7 +35,7 @@ def read_jsonl(path: Path, name: str) -> Iterator[DatasetRow]:
             place = f"{name}, line {number}"
             line = _decode_text(raw, place, is_first=number == 1).strip()
             if line:
-                value = _parse_json(line, place, "Write one JSON object on each line")
+                value = _parse_json(line, place, LINE_FIXES.get(path.suffix, SUFFIX_FIX))
                 yield DatasetRow(place, _require_object(value, place), line)
 
 
@@ -39,8 +48,7 @@ def read_json(path: Path, name: str) -> Iterator[DatasetRow]:
             return
         file.seek(0)
         text = _decode_text(file.read(), name, is_first=True)
-    fix = "Write an array of objects, or one object on each line"
-    for number, value in enumerate(_parse_json(text, name, fix), 1):
+    for number, value in enumerate(_parse_json(text, name, LINE_FIXES[".json"]), 1):
         place = f"{name}, item {number}"
         yield DatasetRow.from_value(place, _require_object(value, place))
 
@@ -56,6 +64,11 @@ def read_csv(path: Path, name: str) -> Iterator[DatasetRow]:
         reader = csv.reader(lines, strict=True)
         try:
             columns = next(reader, [])
+            if len(columns) == 1 and re.search(r"[;\t]", columns[0]):
+                raise ConfigError(
+                    f"{name}, line 1: the columns are not separated by commas",
+                    fix="Separate the values of all lines by commas",
+                )
             if len(set(columns)) < len(columns):
                 twice = next(column for column in columns if columns.count(column) > 1)
                 raise ConfigError(f"{name}, line 1: column {twice!r} appears twice")

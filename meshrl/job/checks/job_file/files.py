@@ -69,7 +69,7 @@ def check_datasets(job: JobFile) -> None:
         raise job.make_error(
             "dataset.train",
             "the job has no dataset",
-            "Set dataset.train to a JSONL or Parquet file",
+            "Set dataset.train to a file of rows, or to the Hub id of a dataset",
         )
     keys = row_keys.find_required_keys(config, job.base)
     overlap = OverlapFinder(job)

@@ -159,6 +159,8 @@ def test_csv_values_are_texts_that_may_span_lines(tmp_path: Path) -> None:
     ("name", "content", "says"),
     [
         ("a.csv", b"prompt,answer\n1,2\n1,2,3\n", "a.csv, line 3: the row has 3 values"),
+        ("a.csv", b"prompt;answer\n1;2\n", "a.csv, line 1: the columns are not separated by"),
+        ("a.tsv", b"prompt\tanswer\n1\t2\n", "a.tsv, line 1: not JSON.* its suffix: .json"),
         ("a.csv", b"prompt,prompt\n1,2\n", "a.csv, line 1: column 'prompt' appears twice"),
         ("a.csv", b'prompt\n"1\n', "a.csv, line 2: not CSV"),
         ("a.csv", b"prompt\n\xff\n", "a.csv, line 2: not UTF-8"),
