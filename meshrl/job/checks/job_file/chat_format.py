@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+from meshrl.common.base.errors import ConfigError
 from meshrl.common.grading import row_values
 from meshrl.common.job.config import JobConfig
 from meshrl.common.model.chat.chat_format import (
@@ -15,7 +18,7 @@ from meshrl.common.model.chat.chat_format import (
     detect_format,
 )
 from meshrl.common.model.chat.messages import add_system_prompt, parse_conversation
-from meshrl.common.model.chat.template_files import read_eos_tokens
+from meshrl.common.model.chat.template_files import has_template, read_eos_tokens
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import dataset_rows
 from meshrl.job.job_file import MESSAGE_WITH_FIX, MESSAGE_WITH_LOCATION, JobFile
@@ -47,7 +50,22 @@ def resolve_chat(job: JobFile) -> JobConfig:
     for name, none in CHAT_OPTION_DEFAULTS.items():
         if getattr(job.config.environment, name) != none:
             raise job.make_error(f"environment.{name}", f"{name} needs environment.chat")
+    _report_unused_template(job)
     return job.config
+
+
+def _report_unused_template(job: JobFile) -> None:
+    """Print a notice for rows whose prompts a chat model would continue as plain text."""
+    path = job.config.model.path
+    with contextlib.suppress(ConfigError):  # of a template that is not used
+        if path and job.uses_row_prompts and has_template(Path(path)):
+            found = job.make_error(
+                "model.path",
+                "the model has a chat template, but the job has no chat format: the model "
+                "continues each prompt as plain text",
+                'Set environment.chat = "auto", unless it is a base model',
+            )
+            print(f"notice: {found}", file=sys.stderr)
 
 
 def _add_stop_tokens(config: JobConfig, tokens: list[str]) -> JobConfig:

@@ -18,6 +18,7 @@ from meshrl.job import bundle
 from meshrl.job.job_file import JobFile
 from meshrl.scripting.job_request import JobRequest, write_request
 from meshrl.scripting.run_process import read_checked_job
+from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.meshrl.conftest import SHAPE
 from tests.unit.meshrl.scripting.cells import Notebook
 
@@ -59,7 +60,8 @@ def test_documented_example_of_at_most_ten_lines_passes_all_checks(
 ) -> None:
     lines = [line for line in EXAMPLE.splitlines() if line.strip()]
     assert len(lines) <= 10 and HUB_MODEL in EXAMPLE
-    model = json.dumps(config["model"])[1:-1]
+    vocabulary = qwen3_tokenizer(tmp_path).vocab_size  # the example has a chat format
+    model = json.dumps(config["model"] | {"config": SHAPE | {"vocab_size": vocabulary}})[1:-1]
     code = EXAMPLE.replace(HUB_MODEL, model).replace("meshrl.run(", "check_run(")
     code = "\n".join(line for line in code.splitlines() if not line.startswith("print("))
     cells = Notebook()

@@ -195,6 +195,14 @@ def test_high_rate_of_a_model_from_scratch_is_reported(
     )
 
 
+def test_chat_template_that_a_job_does_not_use_is_reported(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place.parent / "model/chat_template.jinja").write_text("{{ messages[0].content }}")
+    read(place)
+    assert "line 6: the model has a chat template, but the job has no" in capsys.readouterr().err
+
+
 def test_differences_of_a_pretrained_model_describe_the_same_job(place: Path) -> None:
     defaults = [f"optimizer.adamw_lr={JobConfig().optimizer.adamw_lr}", "training.dtype=float32"]
     job = read(place, *defaults, "reward.parts=[{use='rewards:score'}]", "reward.use=")
