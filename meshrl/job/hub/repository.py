@@ -30,11 +30,6 @@ class Repository:
         """Branch, tag or commit as the Hub knows it."""
         return self.revision or "main"
 
-    @property
-    def prefix(self) -> str:
-        """Start of messages about the repository."""
-        return f"{self.key}: " if self.key else ""
-
 
 def is_hub_id(text: str) -> bool:
     """Return True if a text that is no existing path can be the id of a repository."""
