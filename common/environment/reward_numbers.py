@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -60,6 +60,19 @@ def parse_reward(value: Any, name: str = "a reward") -> float | dict[str, Any]:
     reward = to_finite_float(value["reward"], "'reward'")
     metrics = parse_metrics(value.get("metrics") or {})
     return {"reward": reward, "metrics": metrics} if metrics else reward
+
+
+def average_valid_metrics(tables: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the means of a library's metrics over tables, without those that are no valid metric.
+
+    Of too many names, the first ones remain.
+    """
+    values: dict[str, list[float]] = {}
+    for table in tables:
+        for name, value in table.items():
+            if METRIC_NAME.fullmatch(name) and isinstance(value, Real) and math.isfinite(value):
+                values.setdefault(name, []).append(float(value))
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)[:MAX_METRICS]}
 
 
 def split_reward(value: Any) -> tuple[float | None, dict[str, float]]:

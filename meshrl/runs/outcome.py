@@ -20,7 +20,7 @@ from meshrl.view.health.findings import Finding, find_problems, has_failure
 from meshrl.view.health.run_figures import RunFigures
 from meshrl.view.history.early_stop import EarlyStop
 from meshrl.view.history.event_text import format_event
-from meshrl.view.history.run_snapshot import is_supervised_step
+from meshrl.view.mesh.rates import is_supervised_step
 from meshrl.view.recording.audit import account_for_run
 from meshrl.view.recording.run_record import list_corrupt_files, read_events
 

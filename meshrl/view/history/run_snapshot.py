@@ -204,11 +204,6 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
     )
 
 
-def is_supervised_step(row: Mapping[str, Any]) -> bool:
-    """Return True for a step whose tokens no policy sampled, so that they have no ratio."""
-    return bool(row.get("model_tokens")) and row.get("ratio_max", 1.0) is None
-
-
 def parse_evaluations(events: Iterable[Event]) -> list[Evaluation]:
     """Return the last evaluation of each tag from `evaluation` events."""
     by_tag = {event.fields["tag"]: event.fields for event in events}

@@ -34,13 +34,14 @@ class MeshLines(LinePrinter):
         for job in frame.jobs:
             at = f"[{format_duration(elapsed_s)}] {job.job}"
             if job.step > self._steps.get(job.job, job.step):
-                reward = f"  reward {job.reward:.3f}" if job.reward is not None else ""
+                learned = f"  reward {job.reward:.3f}" if job.reward is not None else ""
+                learned += f"  loss {job.loss:.4f}" if job.loss is not None else ""
                 rolled_out, trained = (
                     (job.rollout_tokens_per_s or 0) / 1000,
                     (job.trained_tokens_per_s or 0) / 1000,
                 )
                 rate = f"{rolled_out:.1f}k rolled out {trained:.1f}k trained"
-                step = f"step {job.step}/{job.steps}{reward}  tokens/s {rate}"
+                step = f"step {job.step}/{job.steps}{learned}  tokens/s {rate}"
                 self.print_line(f"{at}: {step}  {format_roles(workers, job.job)}")
             self._steps[job.job] = job.step
             state = job.block_reason or job.no_progress_reason.partition(" s ")[2] or job.phase_text

@@ -84,7 +84,7 @@ def _make_jobs_table(jobs: Sequence[JobFrame]) -> Table:
             format_state(job.block_reason, job.phase, job.phase_text),
             f"{job.step}/{job.steps}",
             _format_number(job.steps_per_min, ".3g"),
-            _format_number(job.reward, ".3f"),
+            _format_number(job.reward, ".3f") if job.loss is None else f"loss {job.loss:.3f}",
             draw_sparkline(job.rewards[-CURVE_STEPS:]),
             "-" if job.workers is None else format_worker_count(job.workers, job.entitled),
             predicted,

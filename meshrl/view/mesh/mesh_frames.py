@@ -27,6 +27,7 @@ from meshrl.view.mesh.rates import (
     compute_steps_per_min,
     compute_trained_rate,
     compute_wait_share,
+    is_supervised_step,
 )
 from meshrl.view.mesh.worker_lines import WorkerLine, list_worker_lines
 
@@ -46,7 +47,8 @@ class JobFrame:
     step: int
     steps: int
     steps_per_min: float | None = None  # None: too early to say
-    reward: float | None = None  # reward of the last step
+    reward: float | None = None  # reward of the last step; None: none yet, or a supervised job
+    loss: float | None = None  # loss of the last step of a supervised job
     rewards: tuple[float, ...] = ()
     workers: int | None = None  # workers of the job; None: not reported
     entitled: int | None = None  # workers that it is entitled to
@@ -210,7 +212,8 @@ def _build_job_frame(row: JobRow, mesh: MeshSnapshot, rollout_tokens_per_s: floa
         e for e in mesh.entries if e.alive and e.kind == "engine" and find_owner_job(e) == row.id
     ]
     is_halted = row.is_terminal or bool(row.block_reason)
-    rewards = tuple(float(step["reward"]) for step in rows)
+    is_supervised = bool(rows) and is_supervised_step(rows[-1])
+    rewards = () if is_supervised else tuple(float(step["reward"]) for step in rows)
     committed_ms = [int(step["committed_ms"]) for step in rows if "committed_ms" in step]
     return JobFrame(
         job=row.id,
@@ -225,6 +228,7 @@ def _build_job_frame(row: JobRow, mesh: MeshSnapshot, rollout_tokens_per_s: floa
         if is_halted
         else compute_steps_per_min(committed_ms, mesh.last_renewed_ms),
         reward=rewards[-1] if rewards else None,
+        loss=float(rows[-1]["loss"]) if is_supervised else None,
         rewards=rewards,
         workers=len(mesh.find_workers(row.id)),
         entitled=None if row.is_terminal else mesh.entitlements.get(row.id),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from meshrl.view.mesh.mesh_snapshot import StepRows
 
@@ -67,3 +68,8 @@ def compute_wait_share(rows: StepRows) -> float | None:
     waited_s = sum(float(row["wait_s"]) for row in last)
     total_s = waited_s + sum(float(row["train_s"]) for row in last)
     return waited_s / total_s if total_s > 0 else None
+
+
+def is_supervised_step(row: Mapping[str, Any]) -> bool:
+    """Return True for a step whose tokens no policy sampled, so that they have no ratio."""
+    return bool(row.get("model_tokens")) and row.get("ratio_max", 1.0) is None

@@ -8,7 +8,8 @@ from typing import Any
 
 from meshrl.common.job.evaluation_plan import LOSS_METRIC, NAMED_APART
 from meshrl.common.state.events import Event
-from meshrl.view.history.run_snapshot import Evaluation, is_supervised_step
+from meshrl.view.history.run_snapshot import Evaluation
+from meshrl.view.mesh.rates import is_supervised_step
 from meshrl.view.report.charts import Figure, Series
 
 Points = list[tuple[float, float]]

@@ -30,10 +30,11 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.graph import PendingTurn
 
 from meshrl.common.base.errors import MeshError
-from meshrl.common.environment.reward_numbers import to_finite_float
+from meshrl.common.environment.reward_numbers import average_valid_metrics, to_finite_float
 from meshrl.common.model.chat.chat_format import ChatConversation, ChatFormat, ParsedTurn
 
 Action = list[Any]
+Score = Any  # a number, or with metrics as in `reward_numbers`
 CLOSE_TIMEOUT_S = 10.0  # for the environment's clean-up when its trajectory is cancelled
 
 
@@ -57,7 +58,7 @@ class Episode:
     ) -> None:
         self._env, self._chat, self._context, self._traces = env, chat, context, traces
         self._conversation: ChatConversation | None = None
-        self._task: asyncio.Task[float] | None = None
+        self._task: asyncio.Task[Score] | None = None
         self._requested_ids: asyncio.Future[list[int]] | None = None  # ids that a request has added
         self._sampled_ids: asyncio.Future[list[int]] | None = None  # the turn in answer to it
         self._unsupported: UnsupportedRollout | None = None
@@ -82,14 +83,14 @@ class Episode:
         self._answer_request(ids)
         return await self._wait_for_action()
 
-    async def truncate(self, ids: list[int]) -> float:
+    async def truncate(self, ids: list[int]) -> Score:
         """End the episode after an unfinished turn, or instead of one, and return its score."""
         self._is_cut = True
         self._answer_request(ids)
         action, value = await self._wait_for_action()
         if action != "done":
             raise RolloutFailed("the environment continued after its trajectory was truncated")
-        return float(value)
+        return value
 
     async def close(self) -> None:
         """Cancel the episode if it still runs."""
@@ -113,7 +114,7 @@ class Episode:
             return ["append", self._requested_ids.result()]
         return ["done", self._task.result()]
 
-    async def _run_episode(self, task: Task) -> float:
+    async def _run_episode(self, task: Task) -> Score:
         minted: list[Trace] = []
 
         def mint(trace: Trace) -> None:
@@ -141,9 +142,11 @@ class Episode:
             )
         ours = [t for t in episode.traces if t.agent.trainable and t.num_turns] or episode.traces
         try:
-            return to_finite_float(sum(t.reward for t in ours), "a reward")
+            reward = to_finite_float(sum(t.reward for t in ours), "a reward")
         except (TypeError, ValueError) as error:
             raise RolloutFailed(str(error)) from error
+        metrics = average_valid_metrics(t.metrics for t in ours)
+        return {"reward": reward, "metrics": metrics} if metrics else reward
 
     # -- client of the environment -----------------------------------------------------------------
 

@@ -19,7 +19,12 @@ import pytest
 
 from meshrl.common.base.errors import ConfigError, DeadlineExceeded
 from meshrl.common.environment.creation_errors import convert_creation_errors
-from meshrl.common.environment.reward_numbers import parse_reward, split_reward, to_finite_float
+from meshrl.common.environment.reward_numbers import (
+    average_valid_metrics,
+    parse_reward,
+    split_reward,
+    to_finite_float,
+)
 from meshrl.common.mesh.process.diagnosis.failure import Failure
 from meshrl.common.mesh.process.entry.child import ChildChannel
 from meshrl.services.environment import threaded_server
@@ -101,6 +106,12 @@ def test_metrics_are_parsed_beside_a_reward() -> None:
     assert call_environment(lambda text: answered, "x").reward == found
     left = call_environment(lambda text: {"done": True, "metrics": metrics}, "x").reward
     assert split_reward(left) == (None, found["metrics"])
+
+
+def test_metrics_of_a_library_are_averaged_without_invalid_ones() -> None:
+    tables = [{"turns": 2, "a": None, "a b": 1.0, "b": math.nan}, {"turns": 4.0, "c": True}]
+    assert average_valid_metrics(tables) == {"c": 1.0, "turns": 3.0}
+    assert len(average_valid_metrics([{f"m{i}": i for i in range(40)}])) == 32
 
 
 @pytest.mark.parametrize(("value", "error"), INVALID_REWARDS)

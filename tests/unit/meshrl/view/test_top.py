@@ -100,6 +100,15 @@ def test_job_has_rates_and_prediction() -> None:
     assert a.steps_per_min == 15.0 and a.wait_share == 0.25
     assert a.prediction is not None and a.prediction.bottleneck == "latency"
     assert (b.block_reason, b.steps_per_min, b.running, b.prediction) == (WAITS, None, 0, None)
+    assert a.rewards and a.loss is None
+
+
+def test_supervised_job_has_a_loss_and_no_reward() -> None:
+    learned = {"model_tokens": 9, "ratio_max": None, "loss": 1.25}
+    taught = [one | learned for one in steps(3.0, 4.0)]
+    mesh = replace(MESH, jobs=(row("a"),), steps={"a": taught})
+    job = build_frame(mesh, {}, "/mesh", []).jobs[0]
+    assert (job.reward, job.rewards, job.loss) == (None, (), 1.25)
 
 
 def test_step_rate_uses_the_median_step_or_the_current_longer_one() -> None:
