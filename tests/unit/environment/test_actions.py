@@ -109,7 +109,10 @@ def test_metrics_are_parsed_beside_a_reward() -> None:
 
 
 def test_metrics_of_a_library_are_averaged_without_invalid_ones() -> None:
-    tables = [{"turns": 2, "a": None, "a b": 1.0, "b": math.nan}, {"turns": 4.0, "c": True}]
+    tables: list[dict[str, Any]] = [
+        {"turns": 2, "a": None, "a b": 1.0, "b": math.nan},
+        {"turns": 4.0, "c": True},
+    ]
     assert average_valid_metrics(tables) == {"c": 1.0, "turns": 3.0}
     assert len(average_valid_metrics([{f"m{i}": i for i in range(40)}])) == 32
 
