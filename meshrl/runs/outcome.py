@@ -128,18 +128,7 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
     for row in json_lines.iterate_rows(run.directory / "metrics.jsonl"):
         figures.add(row)
         last_row = row
-    if phase in (Phase.FINISHED, Phase.FAILED):
-        state = phase
-    elif phase != Phase.STOPPED and (
-        may_be_running(run.mesh_paths) if is_live is None else is_live
-    ):
-        state = RUNNING_STATE
-    else:
-        state, error = (
-            ("failed", gave_up) if gave_up and phase != Phase.STOPPED else (STOPPED_STATE, "")
-        )
-    if state == Phase.FINISHED and (bad := _find_violations(run)):
-        state, error = "failed", f"its account of trajectories is wrong: {bad}"
+    state, error = _choose_state(run, phase, error, gave_up, is_live)
     document: dict[str, Any] = {}
     with contextlib.suppress(CorruptData, FileNotFoundError):
         document = job_file.read_job_file(run.directory / job_file.JOB_FILE_NAME)["document"]
@@ -160,6 +149,21 @@ def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
         damaged=(*corruption_lines[-MAX_CORRUPT_FILES:], *list_corrupt_files(run.directory)),
         health=find_problems(figures, document, is_over=state in (Phase.FINISHED, Phase.FAILED)),
     )
+
+
+def _choose_state(
+    run: RunLocation, phase: str, error: str, gave_up: str, is_live: bool | None
+) -> tuple[str, str]:
+    """Return the run's state and error. `gave_up`: why its mesh ended by itself, if it did."""
+    if phase == Phase.FINISHED and (bad := _find_violations(run)):
+        return "failed", f"its account of trajectories is wrong: {bad}"
+    if phase in (Phase.FINISHED, Phase.FAILED):
+        return phase, error
+    if phase == Phase.STOPPED:
+        return STOPPED_STATE, ""
+    if may_be_running(run.mesh_paths) if is_live is None else is_live:
+        return RUNNING_STATE, error
+    return ("failed", gave_up) if gave_up else (STOPPED_STATE, "")
 
 
 def _find_violations(run: RunLocation) -> str:
