@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,9 @@ class ChildProcess:
         self.wait()
         raise self.make_exit_error()
 
-    def read_error(self) -> MeshError | None:
-        """Return the error that the process reported at its end, if it did."""
+    @cached_property
+    def error(self) -> MeshError | None:
+        """Error that the process reported at its end, if it did."""
         messages = [json.loads(line) for line in self._reports]
         return next((_make_error(m["error"]) for m in messages if "error" in m), None)
 

@@ -181,8 +181,8 @@ class Run:
         if self._process is not None:
             if self._process.wait(timeout_s) is None:
                 raise too_long
-            if error := self._process.read_error():
-                raise error
+            if self._process.error is not None:
+                raise self._process.error
         if self.state == outcome.RUNNING_STATE:  # on a mesh of others
             location = command_target.read_run(self.directory)
             if completion.wait_for_outcome(location, timeout_s) is None:
