@@ -17,6 +17,7 @@ from typing import Any
 
 from meshrl.common.base.errors import MeshError, from_wire
 
+EXIT_ERROR = 1  # exit status of the module after an error
 CHILD_MODULE = "meshrl.scripting.run_process"
 OUTPUT_LINES = 1000  # last lines of output that are kept
 ERROR_LINES = 5  # of output in the error of a child that reported none
@@ -58,6 +59,12 @@ class ChildProcess:
     def exit_status(self) -> int | None:
         """Exit status; None while the process runs."""
         return self._process.poll()
+
+    @property
+    def has_crashed(self) -> bool:
+        """True if the process ended by a signal or an unexpected error, which reports nothing."""
+        status = self.exit_status
+        return status is not None and (status < 0 or status == EXIT_ERROR)
 
     def read_directory(self) -> Path:
         """Return the run directory once the mesh has started; raise the error of the start."""

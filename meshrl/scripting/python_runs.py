@@ -175,7 +175,8 @@ class Run:
     def wait(self, timeout_s: float | None = None) -> Self:
         """Return the run once it has ended and its results are written.
 
-        Raises JobFailed if the job has failed, DeadlineExceeded after `timeout_s`.
+        Raises JobFailed if the job has failed, DeadlineExceeded after `timeout_s`, and MeshError if
+        the process of the run has crashed.
         """
         too_long = DeadlineExceeded(f"{self.directory} runs for more than {timeout_s or 0:g} s")
         if self._process is not None:
@@ -191,6 +192,8 @@ class Run:
         if ended.state == "failed":
             lines = ended.format_lines()
             raise JobFailed(lines[0], fix=" ".join(lines[1:]))
+        if self._process is not None and self._process.has_crashed and ended.state != "finished":
+            raise self._process.make_exit_error()
         return self
 
     def stop(self) -> Self:

@@ -24,6 +24,7 @@ from meshrl.common.base.host.terminal import escaped_output, print_traceback
 from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.process.entry.child import PRIVATE_UMASK
 from meshrl.directory import process_user
+from meshrl.scripting.child_process import EXIT_ERROR
 from meshrl.scripting.job_request import MODULES_FOLDER, JobRequest, make_text_translator
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 PARENT_POLL_S = 0.5
 ORDERLY_STOP_S = 5.0  # after the end of the parent; then all processes are killed
 KILL_TIMEOUT_S = 2.0  # for this process to kill the others; then they follow its end
-EXIT_ERROR, EXIT_INTERRUPTED = 1, 130
+EXIT_INTERRUPTED = 130
 Report = Callable[..., None]
 
 
