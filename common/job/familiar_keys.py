@@ -40,7 +40,7 @@ _NAMES: Mapping[str, str] = {
     "rollout.max_tokens": "max_new_tokens max_completion_length max_response_length max_length "
     "max_seq_length max_model_len seq_len",
     "tracking.tensorboard": "tensorboard logging_dir",
-    "tracking.wandb": "wandb wandb_project report_to use_wandb",
+    "tracking.wandb": "wandb wandb_project report_to use_wandb logger tracking.use",
     "training.activation_checkpointing": "gradient_checkpointing",
     "training.checkpoint_every": "save_steps save_freq save_interval",
     "training.dtype": "dtype bf16 fp16 torch_dtype",

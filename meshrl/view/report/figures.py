@@ -85,7 +85,7 @@ def make_health_figures(rows: StepRows, events: Sequence[Event]) -> list[Figure]
         Series("lowered probability", extract_column(rows, "clipped_low")),
     ]
     speed = [
-        Series("rolled out", compute_rates(rows, "tokens")),
+        Series("read" if _is_supervised(rows) else "rolled out", compute_rates(rows, "tokens")),
         Series("trained", compute_rates(rows, "tokens_trained")),
     ]
     found = [

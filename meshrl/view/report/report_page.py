@@ -145,11 +145,11 @@ def _render_measurements(evaluations: Sequence[Evaluation]) -> str:
     others = sorted({n for e in evaluations for n in e.figures} - {SAMPLED, GREEDY})
     names = (SAMPLED, GREEDY, *others)
     head = "".join(f"<th>{escape(n)}</th>" for n in ("step", "sampled", "greedy", *others))
-    body = ""
+    body, best_step = "", max((e.step for e in evaluations if e.is_best), default=None)
     for e in evaluations:
         found = e.figures | {SAMPLED: e.sampled_reward, GREEDY: e.greedy_reward}
         cells = "".join(f"<td class=n>{_format_value(e, n, found.get(n))}</td>" for n in names)
-        mark = " (best)" if e.is_best else ""
+        mark = " (best)" if e.is_best and e.step == best_step else ""
         body += f"<tr><td class=n>{e.step}{mark}</td>{cells}</tr>"
     return f"<table><tr>{head}</tr>{body}</table>"
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -307,6 +307,9 @@ def test_evaluations_have_a_table_of_their_values() -> None:
     [_, (title, table)] = report_page.render_learning(ROWS, EVALUATIONS)
     assert title == "Held-out"
     assert all(f"<td class=n>{value:.3f}</td>" in table for value in (0.3, 0.02, 0.6, 0.85, 0.9))
+    better = [replace(e, is_best=True) for e in EVALUATIONS[:2]]  # each the best so far
+    [_, (_, table)] = report_page.render_learning(ROWS, [*better, EVALUATIONS[2]])
+    assert table.count("(best)") == 1 and "10 (best)" in table
 
 
 def test_default_settings_are_folded() -> None:
