@@ -275,6 +275,7 @@ class _ChunkMapper:
                 return True
             if not (ignore_lock or fresh) and not try_lock(descriptor):
                 return False
+            stat = os.fstat(descriptor)  # as the process that had the lock left it
             if not fresh and self.chunks.is_verified(digest, stat):
                 return True
             self.hashed_bytes += stat.st_size

@@ -214,12 +214,20 @@ class ChunkStore:
         return True
 
     def _set_chunk_time(self, digest: str, set_times: Callable[[Path], None]) -> None:
-        """Change a time of a chunk's file and keep its verification record valid."""
+        """Change a time of a chunk's file and keep its verification record valid.
+
+        The file is locked until then, so that a process that maps it does not hash it again.
+        """
         path = self.chunk_path(digest)
-        known = self.is_verified(digest)
-        set_times(path)
-        if known:
-            self.record_verified(digest)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            try_lock(descriptor)
+            known = self.is_verified(digest)
+            set_times(path)
+            if known:
+                self.record_verified(digest)
+        finally:
+            os.close(descriptor)  # releases the lock
 
     def _set_write_time(self, path: Path) -> None:
         os.utime(path, ns=(path.stat().st_atime_ns, self._read_clock_ns()))

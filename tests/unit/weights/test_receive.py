@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from meshrl.common.base.errors import BadMessage, CorruptData, NotFound, PeerLos
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
 from meshrl.common.weights.chunks import verified_files
+from meshrl.common.weights.chunks.chunk_store import try_lock
 from meshrl.common.weights.chunks.verified_files import RECORD_FILE, TRUST_DURATION_S, VerifiedFiles
 from meshrl.common.weights.layout.manifest import RowRange
 from meshrl.common.weights.layout.version_image import VersionImage
@@ -81,6 +82,25 @@ async def test_version_is_hashed_when_stored_and_mapped_by_all(hosts: Hosts, hos
         is_complete(await late.receive(hosts.digest, rehash=True))
         and sum_hashed_bytes(mesh) == SIZE
     )
+
+
+@pytest.mark.parametrize("mark", [ChunkStore.mark_used, ChunkStore.mark_written])
+def test_chunk_stays_locked_until_its_new_time_is_recorded(
+    tmp_path: Path, mark: Callable[[ChunkStore, str], bool]
+) -> None:
+    is_free: list[bool] = []
+
+    def read_clock() -> float:
+        with chunks.open(digest) as file:
+            is_free.append(try_lock(file.fileno()))
+        return 1e9
+
+    chunks = ChunkStore(tmp_path)
+    digest = chunks.write(b"content")
+    chunks = ChunkStore(tmp_path, read_clock)
+    assert mark(chunks, digest) and is_free and not any(is_free)
+    with chunks.open(digest) as file:
+        assert try_lock(file.fileno())
 
 
 async def test_version_without_a_record_is_hashed_once_per_host(hosts: Hosts) -> None:
