@@ -190,9 +190,8 @@ async def test_reward_that_needs_row_fields_is_missing_for_a_bare_prompt(tmp_pat
         assert (
             result.trajectory is not None and result.error == "" and result.trajectory.score is None
         )
-        assert "KeyError" in result.note and next(iter(format_result(result))).endswith(
-            "if the reward needs its keys"
-        )
+        assert "the reward needs the row's key 'answer'" in result.note
+        assert result.note in next(iter(format_result(result)))
         whole = await sample_row(player, PromptRequest({"prompt": "1+2?"}, True), "--json")
         assert whole.note == "" and "KeyError" in whole.error
     finally:
