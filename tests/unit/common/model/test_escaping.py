@@ -308,15 +308,17 @@ def test_answer_without_a_chat_ends_with_an_end_token_of_the_job(tmp_path: Path)
     environments = Environments(
         None, tokenizer, "prompt", end_tokens=["<|im_end|>", "<|endoftext|>"]
     )
-    row = {"prompt": "<|im_start|>hi"}
-    status, (prompt, answer) = environments.run_operation(
-        1, "answer", [row, "a<|im_end|>b<|im_end|>"]
-    )
+    row = {"prompt": "<|im_start|>hi", "response": "a<|im_end|>b<|im_end|>"}
+    status, pieces = environments.run_operation(1, "answer", [row, "response", "all"])
+    (prompt, no_text), (answer, text) = pieces
+    assert no_text is None and text == row["response"]
     assert status == "ok" and tokenizer.decode([*prompt, *answer]) == (
         "<|im_start|>hia<|im_end|>b<|im_end|>"
     )
     assert answer.count(end) == 1 and answer[-1] == end
     assert tokenizer.token_to_id("<|im_start|>") not in prompt
     environments = Environments(None, tokenizer, "prompt", special_tokens="anywhere")
-    _, (prompt, answer) = environments.run_operation(1, "answer", [row, "a<|im_end|>b"])
+    row["response"] = "a<|im_end|>b"
+    _, pieces = environments.run_operation(1, "answer", [row, "response", "all"])
+    (prompt, _), (answer, _) = pieces
     assert prompt[0] == tokenizer.token_to_id("<|im_start|>") and answer.count(end) == 1
