@@ -23,7 +23,7 @@ from meshrl.view.history.run_snapshot import Evaluation
 from meshrl.view.history.worker_timeline import WorkerTimeline
 from meshrl.view.report import charts, figures, timeline
 from meshrl.view.report.charts import Figure
-from meshrl.view.report.summary_table import list_facts
+from meshrl.view.report.summary_table import describe_no_finding, list_facts
 from meshrl.view.report.trajectory_table import render_trajectories
 
 TIMELINE_TITLE = "Timeline of workers"
@@ -100,7 +100,8 @@ def render_health(summary: dict[str, Any]) -> list[Section]:
     """Return the findings about the run's health, with likely causes and keys to change."""
     found = parse_findings(summary.get("health", ()))
     lines = "".join(f"<li>{escape(finding.line)}</li>" for finding in found)
-    return [("Health", f"<ul>{lines}</ul>" if lines else '<p class="none">no finding</p>')]
+    nothing = f'<p class="none">{describe_no_finding(summary)}</p>'
+    return [("Health", f"<ul>{lines}</ul>" if lines else nothing)]
 
 
 def render_learning(

@@ -103,7 +103,12 @@ def _describe_health(summary: dict[str, Any]) -> str:
     names = ", ".join(finding.rule for finding in found)
     if has_failure(found):
         return f"the run cannot have learned: {names}"
-    return names or "no finding"
+    return names or describe_no_finding(summary)
+
+
+def describe_no_finding(summary: dict[str, Any]) -> str:
+    """Return the text of a run without findings about its health."""
+    return "no finding" if summary["steps"] else "no step to judge"
 
 
 def _format_losses(loss: dict[str, float]) -> str:
