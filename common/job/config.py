@@ -130,6 +130,8 @@ class DatasetConfig(ConfigTable):
     shuffle: bool = True
     # passes over the training rows, which limit budget.steps; 0: as many as the steps need
     epochs: NonNegativeInteger = 0
+    # evaluation rows with a prompt that is also trained: reject the job, or report them
+    overlap: Literal["reject", "report"] = "reject"
     # assistant messages that sft learns, of rows with `messages` instead of a response
     train_on: Literal["all", "last"] = "all"
     # training tasks of a verifiers taskset if `train` is empty; 0: all

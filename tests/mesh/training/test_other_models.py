@@ -30,7 +30,7 @@ QUICK = {"rollout__max_tokens": 24, "algorithm__group_size": 4, "algorithm__grou
 
 def write_rows(path: Path, count: int = 16, first: int = 0) -> Path:
     """Write sums of two digits with their answers."""
-    sums = ((i, (7 * i) % 10) for i in range(first, first + count))
+    sums = ((i, (7 * i + i // 10) % 10) for i in range(first, first + count))  # each once
     lines = [
         json.dumps({"prompt": f"?{a % 10}+{b}=", "response": f"{a % 10 + b}$", "n": a})
         for a, b in sums

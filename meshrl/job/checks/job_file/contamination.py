@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import unicodedata
 from itertools import takewhile
 from typing import Any
@@ -39,8 +40,11 @@ class OverlapFinder:
         if self._identify(row) in self._trained:
             self._found.append(row)
 
-    def raise_found(self, key: str, trained: list[DataSource]) -> None:
-        """Raise ConfigError if rows of the evaluation set `key` are trained on, and name both."""
+    def report_found(self, key: str, trained: list[DataSource]) -> None:
+        """Name evaluation rows of the set `key` that are trained on, and the trained rows.
+
+        Raises ConfigError unless the job allows them; then a notice is printed.
+        """
         if not self._found:
             return
         first, *others = self._found
@@ -52,11 +56,18 @@ class OverlapFinder:
         whole = not self._job.uses_row_prompts
         prompt = "" if whole else ": its prompt"
         shown = "" if whole else f": {self._normalize_prompt(first):.{MAX_SHOWN_CHARS}}"
+        text = (
+            f"{first.location}{prompt} is also in {_name_trained(trained)} "
+            f"({other.location}){shown}{also}"
+        )
+        if self._job.config.dataset.overlap == "report":
+            print(f"notice: {text}", file=sys.stderr)
+            return
         raise self._job.make_error(
             key,
-            f"{first.location}{prompt} is also in {_name_trained(trained)} "
-            f"({other.location}){shown}{also}",
-            "Remove these rows from one of the two: an evaluation of trained rows measures memory",
+            text,
+            "Remove these rows from one of the two, since an evaluation of trained rows measures "
+            'memory, or set dataset.overlap = "report"',
         )
 
     def _identify(self, row: DatasetRow) -> bytes:

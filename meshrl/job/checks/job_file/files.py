@@ -87,7 +87,7 @@ def check_datasets(job: JobFile) -> None:
                 check_supervised_row(job, key, row)
             elif wrong := row_keys.find_missing_key(row, keys):
                 raise job.make_error(*wrong)
-        overlap.raise_found(key, [source for source in job.datasets if source.is_trained])
+        overlap.report_found(key, [source for source in job.datasets if source.is_trained])
         if row is None:
             raise job.make_error(key, f"{key}: {path} has no rows")
         if config.dataset.system and not has_text:

@@ -133,3 +133,11 @@ def test_prompt_of_a_mixed_source_that_is_evaluated_is_found(mixed: JobVariant) 
     error = mixed.get_error()
     assert "held.jsonl, line 1: its prompt is also in dataset.mix (" in error
     assert "more.csv, line 3)" in error
+
+
+def test_trained_prompt_may_be_evaluated_with_a_notice(
+    mixed: JobVariant, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (mixed.path.parent / "held.jsonl").write_text('{"prompt": "1+2?"}\n')
+    mixed.load("dataset.overlap=report")
+    assert "line 1: its prompt is also in dataset.mix (" in capsys.readouterr().err
