@@ -252,7 +252,7 @@ _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
     "sandbox": ("record_exit", _PAUSED_JOBS),
     "rollout": (
         "admit_groups claim_shard record_segment open_groups mark_group_ready return_group"
-        " record_evaluation set_phase charge_exit record_exit",
+        " record_evaluation step_rows set_phase charge_exit record_exit",
         _JOB_ROW | _job(reads="evaluations") | _mesh(reads="draining"),
     ),
     "trainer": (
