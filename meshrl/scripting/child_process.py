@@ -49,6 +49,9 @@ class ChildProcess:
                 text=True,
                 errors="replace",
             )
+        except BaseException:
+            os.close(read)
+            raise
         finally:
             os.close(write)
         self._reports = os.fdopen(read, encoding="utf-8")

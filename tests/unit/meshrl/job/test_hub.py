@@ -355,7 +355,7 @@ def test_missing_package_is_named_with_its_extra(reader: Reader) -> None:
     assert "pip install 'meshrl[data]'" in error
 
 
-def test_offline_job_uses_the_cache_alone(hub: HubServer, reader: Reader) -> None:
+def test_offline_job_sends_no_request(hub: HubServer, reader: Reader) -> None:
     reader.read()
     cache = str(reader.job.parent / "hf")
     offline = start_reader(hub, reader.job.parent, HF_HUB_OFFLINE="1", HF_HOME=cache)

@@ -12,6 +12,7 @@ import pytest
 import meshrl
 from meshrl.client.event_types import EvaluationEvent, PhaseEvent
 from meshrl.common.base.errors import NotFound
+from meshrl.scripting.child_process import ChildProcess
 from meshrl.scripting.row_follower import RowFollower
 from tests.unit.meshrl.runs.conftest import write_run
 
@@ -69,3 +70,10 @@ def test_follower_reads_complete_rows_once_and_replaced_files_again(tmp_path: Pa
     (tmp_path / "new").write_bytes(b'{"step": 1}\n{"step": 3}\n')
     os.replace(tmp_path / "new", path)
     assert follower.read_new() == [{"step": 1}, {"step": 3}]
+
+
+def test_child_that_cannot_start_leaves_no_descriptor_open() -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ValueError, match="null byte"):
+        ChildProcess(["start", "a\0b"], is_shown=False)
+    assert os.listdir("/proc/self/fd") == before
