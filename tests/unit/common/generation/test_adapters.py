@@ -26,7 +26,7 @@ from tests.unit.common.generation.engines_under_test import (
 from tests.unit.common.generation.test_builtin_engine import expected_logprobs, words
 from tests.unit.common.generation.test_cache_moves import add_chunks, offer
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning", "error::UserWarning")
 PATHS = [pytest.param("native", marks=pytest.mark.needs("compiler")), "graphs"]
 GAP = 1e-4  # greatest difference of log-probabilities to the merged model in float32
 

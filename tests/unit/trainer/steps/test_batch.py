@@ -274,7 +274,7 @@ def test_equal_rewards_have_zero_variance() -> None:
     assert batch.build_metrics()["reward_spread"] == 0.0
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_group_without_scores_is_filtered_without_warnings() -> None:
     for filtered in (True, False):
         batch = StepBatch(3, job(filter_zero_variance=filtered))
@@ -284,7 +284,7 @@ def test_group_without_scores_is_filtered_without_warnings() -> None:
         assert has_no_signal(train_metrics(np.nan, np.nan), job(filter_zero_variance=filtered))
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_overflowing_rewards_raise_by_name() -> None:
     expected_message = r"rewards of group 7 go from 0 to 1e\+30.* Divide what the reward returns"
     plain: tuple[AlgorithmName, ...] = ("dr_grpo", "rloo", "ppo")
