@@ -9,6 +9,7 @@ event shows a hanging function before a trajectory fails.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 
 from meshrl.common.base.errors import MeshError, ToolFailed
@@ -18,7 +19,9 @@ from meshrl.common.state import events
 
 REPORT_INTERVAL_S = 5.0  # between two events of one kind, except the first
 MAX_KINDS = 64  # distinct kinds and places; further ones are counted by kind alone
-MIN_HUNG_CALLS = 8  # in a row: a function that sometimes ends has ended by then
+MIN_HUNG_CALLS = 8  # in a row, of a function that has never ended
+# of one that has ended: twice its ended calls, because those left at a step's end may all hang
+MAX_HUNG_CALLS = 64
 MIN_HUNG_DEADLINES = 4.0  # minimum total duration of these, in deadlines
 CLOSE_TIMEOUT_S = 2.0  # for the last events of a job
 REWARD_FUNCTION = "reward"  # name of the job's reward in messages
@@ -76,6 +79,7 @@ class FailureReporter:
         self._mesh, self._job = mesh, job
         self._kinds: dict[tuple[str, str, bool], _FailureKind] = {}
         self._hung_calls: dict[str, _HungCalls] = {}
+        self._completed_calls: Counter[str] = Counter()  # by function
         # distinguishes its events from those of another job
         self._event_prefix = mesh.random.hex_token()
         self._report_count = 0  # reported events
@@ -110,6 +114,7 @@ class FailureReporter:
         if function == REWARD_FUNCTION:
             self._hung_calls.clear()
         self._hung_calls.pop(function, None)
+        self._completed_calls[function] += 1
 
     @property
     def hopeless_reason(self) -> str:
@@ -117,9 +122,10 @@ class FailureReporter:
         none.
         """
         now = self._mesh.job_clock.monotonic()
-        for row in self._hung_calls.values():
+        for function, row in self._hung_calls.items():
             lasted = now - row.since_s
-            if row.calls >= MIN_HUNG_CALLS and lasted >= MIN_HUNG_DEADLINES * row.deadline_s:
+            least = min(max(MIN_HUNG_CALLS, 2 * self._completed_calls[function]), MAX_HUNG_CALLS)
+            if row.calls >= least and lasted >= MIN_HUNG_DEADLINES * row.deadline_s:
                 return (
                     f"none of the last {row.calls} calls finished within {lasted:.0f} s: {row.text}"
                 )

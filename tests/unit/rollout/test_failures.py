@@ -103,6 +103,20 @@ async def test_occasionally_hanging_tool_does_not_fail_the_job(bench: ShardBench
 
 
 @story_on(run_on_shard, "tmp_path")
+async def test_reward_that_ended_often_hangs_for_longer_before_the_job_fails(
+    bench: ShardBench,
+) -> None:
+    failures, least = bench.job.runner.failures, 3 * MIN_HUNG_CALLS
+    for _ in range(least // 2):
+        failures.clear_timeouts("reward")
+    for call in range(1, least + 1):
+        assert not failures.hopeless_reason, call
+        failures.count_timeout("reward", "reward timed out", "slow", 1.0, "reward.deadline_s")
+        await bench.clock.sleep(1.0)
+    assert f"none of the last {least} calls" in failures.hopeless_reason
+
+
+@story_on(run_on_shard, "tmp_path")
 async def test_hanging_reward_is_reported_before_its_trajectory_fails(bench: ShardBench) -> None:
     bench.sandbox.scores = score_with(TIMEOUT, SLEEPS)
     bench.sandbox.max_scores_per_batch = 1

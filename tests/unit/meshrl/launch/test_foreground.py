@@ -198,7 +198,7 @@ SMALL = {
     "warm_start.steps": 2,
     "algorithm.groups_per_step": 2,
     "algorithm.group_size": 4,
-    "rollout.max_tokens": 48,
+    "rollout.max_tokens": 64,
     "evaluation.problems": 4,
     "evaluation.every": 0,
     "mesh.workers": 2,
