@@ -30,7 +30,7 @@ def find_infeasible_jobs(
     whose time limit has passed. `infeasible_since` is the first result of the previous pass.
     """
     now_ms, settings = snapshot.now_ms, snapshot.settings
-    if snapshot.is_gathering_workers:
+    if snapshot.is_gathering_workers or snapshot.is_starting:
         return {}, []
     places = Counter(map(settings.get_gang_location, expected_workers))
     there = {r.job for gang in snapshot.gangs for r in gang.instances if r.core and r.is_reconciled}

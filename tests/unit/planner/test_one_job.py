@@ -152,6 +152,17 @@ def test_infeasible_job_waits_and_then_fails_with_a_fix() -> None:
     assert "--workers 2" in failed.error
 
 
+def test_job_waits_for_the_first_worker_of_a_slow_new_mesh() -> None:
+    bench = start_pool([], job(phase=Phase.QUEUED), up_since_ms=NOW_MS)
+    for after_s in (10, 29):  # beyond the grace for joining and for a shortage
+        bench.update(now_ms=NOW_MS + 1000 * after_s)
+        assert not [d for d in bench.decide_once() if isinstance(d, FailJob)], after_s
+    bench.update(now_ms=NOW_MS + 31_000)
+    bench.settle()
+    bench.update(now_ms=bench.snapshot.now_ms + SHORT_MS)
+    assert [d for d in bench.decide_once() if isinstance(d, FailJob)]
+
+
 def test_job_waits_for_hosts_if_the_head_has_no_workers() -> None:
     settings = make_default_pool(0)
     bench = start_pool([1], job(ranks=2, phase=Phase.QUEUED), settings=settings)
