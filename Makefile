@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 # Bytecode is cached, because hundreds of processes would compile the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-deep test-ci test-timing test-kubernetes test-sglang verifiers lint format bench peers dist site images test-compose test-slurm test-monitoring clean
+.PHONY: demo check test test-deep test-ci test-timing test-kubernetes test-sglang verifiers lint format bench peers dist site images image-digests test-compose test-slurm test-monitoring clean
 
 demo: $(READY)
 	$(BIN)/meshrl run $(JOB) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--set mesh.workers=$(WORKERS)) $(ARGS)
@@ -64,21 +64,29 @@ SHORT := --set mesh.workers=2 --set rollout.slots=16 --set budget.steps=3 \
 	--set algorithm.filter_zero_variance=false --set warm_start.steps=120 \
 	--set evaluation.before=false --set evaluation.after=false --set evaluation.every=0
 
-# Images for containers, on a CPU and on GPUs. The file PIP_CONF configures their pip, with the
-# authorities in PIP_CA; the default index has no CPU builds of torch.
-BASE ?=
-PIP_CONF ?= $(firstword $(wildcard $(HOME)/.config/pip/pip.conf $(HOME)/.pip/pip.conf))
-PIP_CA ?=
-VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-
+# Images for containers, on a CPU and on GPUs. BASE_IMAGE, TORCH_INDEX, PIP_CONF and PIP_CA: see
+# docs/operate/deploy.md.
 IMAGES ?= cpu cuda
+PIP_CONF ?= $(firstword $(wildcard $(HOME)/.config/pip/pip.conf $(HOME)/.pip/pip.conf))
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE_SERVICES := cpu=secrets cuda=workers
 
+images: export PIP_CONF := $(PIP_CONF)
+images: export VERSION := $(VERSION)
 images:
-	$(foreach target,$(IMAGES),docker buildx build --file compose/images/Dockerfile \
-		--target $(target) --tag meshrl:$(target) --build-arg VERSION=$(VERSION) \
-		$(if $(BASE),--build-arg BASE=$(BASE)) $(if $(PIP_CONF),--secret id=pip$(comma)src=$(PIP_CONF)) \
-		$(if $(PIP_CA),--secret id=ca$(comma)src=$(PIP_CA)) . &&) true
-comma := ,
+	docker compose -f compose/compose.yaml -f compose/gpu.yaml build \
+		$(foreach image,$(IMAGES),$(patsubst $(image)=%,%,$(filter $(image)=%,$(IMAGE_SERVICES))))
+
+# Each pinned image with its digest, as its registry has it now.
+PINNED_IMAGES = $(shell grep -ohE 'docker\.io/[a-z0-9/._-]+:[A-Za-z0-9._-]+' \
+	compose/images/Dockerfile compose/compose.yaml | sort -u)
+
+image-digests:
+	@for image in $(PINNED_IMAGES); do \
+		if digest=$$(timeout 60 docker buildx imagetools inspect --format '{{.Manifest.Digest}}' $$image); \
+		then echo "$$image@$$digest"; \
+		else echo "$$image: no registry answers, so its digest is unknown" >&2; failed=1; fi; \
+	done; exit $${failed:-0}
 
 # compose/ as users run it, each container restarted once: needs a container engine, or root on
 # Debian, where it starts one.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
-import importlib.util
 import os
 import platform
 import shutil
@@ -48,17 +47,6 @@ NO_COMPILER_REASON = f"no C++ compiler ({', '.join(COMPILERS)}) on PATH"
 NOT_BUILT_REASON = "compiled at the first start, in some 10 s"
 BUILD_TIMEOUT_S = 300.0  # some 10 s on an idle core
 PREBUILD_TIMEOUT_S = 3600.0  # each; only the build of an image waits for it, on any machine
-
-
-def list_missing_cuda_tools() -> list[str]:
-    """Return the names of missing tools that build the GPU operators."""
-    home = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
-    found = {
-        "nvcc": shutil.which("nvcc") or (home / "bin/nvcc").is_file(),
-        "ninja": shutil.which("ninja"),
-        "Triton": importlib.util.find_spec("triton"),
-    }
-    return [name for name, there in found.items() if not there]
 
 
 @dataclass(frozen=True)
@@ -108,7 +96,7 @@ def build_library(name: str, definition: str = "") -> Library:
         if not is_trusted(path):
             with lock_build(path.with_suffix(".lock")):
                 if not is_trusted(path):
-                    _compile(command, path)
+                    install_compiled(command, path)
     except subprocess.CalledProcessError as error:
         first = next((line for line in error.stderr.splitlines() if "error" in line), None)
         why = error.stderr.strip()[-200:] if first is None else first.strip()
@@ -149,7 +137,7 @@ def build_for_all_processors(folder: Path) -> None:
             called = prebuilt_libraries.get_file_name(
                 name, define, kind, COMPILER_FLAGS, _list_sources(name)
             )
-            _compile(command, folder / called, 0o755, PREBUILD_TIMEOUT_S)
+            install_compiled(command, folder / called, 0o755, PREBUILD_TIMEOUT_S)
 
 
 def _list_sources(name: str) -> list[Path]:
@@ -212,15 +200,18 @@ def _compute_digest(command: list[str]) -> str:
     return hasher.hexdigest()[:20]
 
 
-def _compile(
+def install_compiled(
     command: list[str], path: Path, mode: int = 0o700, timeout_s: float = BUILD_TIMEOUT_S
 ) -> None:
+    """Run a compiler's command and install its output atomically; CalledProcessError if it
+    fails.
+    """
     draft = path.with_suffix(f".{os.getpid()}")
     try:
         arguments = [*command, "-o", str(draft)]
         subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s, check=True)
         draft.chmod(mode)
-        draft.replace(path)  # install atomically
+        draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
 

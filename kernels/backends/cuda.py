@@ -1,8 +1,9 @@
 """Operators on a GPU, by csrc/bucket.cu, csrc/paged_decode.cu and Triton's kernels.
 
-Torch's extension machinery builds the CUDA sources on first use, for the GPUs of this host. The
-sources include no torch headers, so that a build takes seconds, and are called through ctypes. Each
-function computes what the function of that name in reference.py does, or raises KernelUnsupported.
+A prebuilt library (`kernels/cuda_build.py`) takes precedence. Without one, torch's extension
+machinery builds the CUDA sources on first use, for the GPUs of this host. The sources include no
+torch headers, so that a build takes seconds, and are called through ctypes. Each function computes
+what the function of that name in reference.py does, or raises KernelUnsupported.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from torch import Tensor
 
 from meshrl.kernels.backends.cuda_launchers import Launchers
 from meshrl.kernels.backends.kernel_unsupported import KernelUnsupported
-from meshrl.kernels.library_build import SOURCE_DIRECTORY, get_cache_directory, lock_build
+from meshrl.kernels.cuda_build import CUDA_SOURCES, NVCC_FLAGS, find_prebuilt
+from meshrl.kernels.library_build import get_cache_directory, lock_build
 
-CUDA_SOURCES = tuple(SOURCE_DIRECTORY / name for name in ("bucket.cu", "paged_decode.cu"))
-NVCC_FLAGS = ("-O3", "-std=c++20")
 MAX_REASON_CHARS = 500  # maximum characters of a compiler's error
 
 
@@ -88,10 +88,24 @@ def get_launchers(device: torch.device) -> Launchers:
 
 @cache
 def build_library() -> ctypes.CDLL | str:
-    """Return the library of the CUDA sources, built if needed, or the reason why that failed."""
+    """Return the library of the CUDA sources: prebuilt, else built if needed, or the reason why
+    there is none.
+    """
+    gpus = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    prebuilt = find_prebuilt(torch.version.cuda, gpus)
+    reason = prebuilt.reason
+    try:
+        if prebuilt.path is not None:
+            return prebuilt.load()
+    except OSError as error:
+        reason = f"the prebuilt CUDA kernels cannot be loaded: {error}"
+    built = _build_for_gpus(gpus)
+    return f"{reason}; {built}" if reason and isinstance(built, str) else built
+
+
+def _build_for_gpus(gpus: list[tuple[int, int]]) -> ctypes.CDLL | str:
     from torch.utils import cpp_extension
 
-    gpus = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     hasher = hashlib.sha256(f"{torch.__version__} {NVCC_FLAGS} {gpus}".encode())
     for source in CUDA_SOURCES:
         hasher.update(source.read_bytes())

@@ -240,16 +240,26 @@ def delete(
 
 
 @app.command(rich_help_panel="Help")
-def doctor() -> None:
+def doctor(
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SUBJECT",
+            help="Fail if this line is not ok, such as sglang or 'cuda kernels'. Repeatable.",
+        ),
+    ] = None,
+) -> None:
     """Check this machine as a host of a mesh; print a fix for each problem.
 
-    Example:
+    Examples:
 
         meshrl doctor
+
+        meshrl doctor --require sglang
     """
     from meshrl.commands import doctor as checks
 
-    raise typer.Exit(checks.print_findings())
+    raise typer.Exit(checks.print_findings(require or ()))
 
 
 engine = CommandGroup(

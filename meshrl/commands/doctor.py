@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from meshrl.common.mesh.process.diagnosis import host_limits
 from meshrl.common.mesh.process.engine_environments import locate_environment
 from meshrl.directory import directory_paths
 from meshrl.job.checks.host import devices
-from meshrl.kernels import library_build
+from meshrl.kernels import cuda_build, library_build
 from meshrl.view.terminal import Console
 
 OK, NOTE, ERROR = "ok", "note", "bad"
+CUDA_KERNELS = "cuda kernels"
 MIN_MEMORY_GIB = 4  # a mesh of three workers with the example's model stays below 3
 
 
@@ -38,9 +40,11 @@ class Finding:
     fix: str = ""
 
 
-def print_findings() -> int:
-    """Print every line; return 1 when a mesh cannot run here."""
-    lines = list(run_checks())
+def print_findings(required: Collection[str] = ()) -> int:
+    """Print every line; return 1 when a mesh cannot run here, or a required subject is not in
+    order.
+    """
+    lines = list(require_subjects(run_checks(), required))
     table = Table(box=None, pad_edge=False, show_header=False)
     colors = {OK: "green", NOTE: "yellow", ERROR: "red"}
     for line in lines:
@@ -50,6 +54,18 @@ def print_findings() -> int:
         table.add_row(Text(line.level, style=colors[line.level]), line.subject, detail)
     Console().print(table)
     return int(any(line.level == ERROR for line in lines))
+
+
+def require_subjects(lines: Iterator[Finding], required: Collection[str]) -> Iterator[Finding]:
+    """Yield the findings, as errors where a required subject is not in order."""
+    found = set()
+    for line in lines:
+        found.add(line.subject)
+        needed = line.subject in required and line.level != OK
+        yield replace(line, level=ERROR) if needed else line
+    for subject in sorted(set(required) - found):
+        fix = f"Require one of: {', '.join(sorted(found))}"
+        yield Finding(ERROR, subject, "no check has this subject", fix)
 
 
 def run_checks() -> Iterator[Finding]:
@@ -63,6 +79,7 @@ def run_checks() -> Iterator[Finding]:
         # Which paths the built-in engine and training passes take on a CPU, and why.
         partial(_check_native, "engine", "torch eager", "decoder"),
         partial(_check_native, "training", "torch's operators", *library_build.TRAINING_LIBRARIES),
+        _check_cuda_kernels,
         _check_sglang,
         _check_isolation,
         _check_runsc,
@@ -254,8 +271,34 @@ def _check_gpu_backend() -> Finding:
     except ConfigError as error:
         found = f'none, mesh.device = "cuda" is rejected: {error.message}'
         return Finding(NOTE, "gpu path", found, error.fix)
-    if missing_tools := library_build.list_missing_cuda_tools():
-        found = f"graphs, in plain PyTorch without CUDA graphs: no {', no '.join(missing_tools)}"
-        fix = "Install the missing tools: decoding is slower without them"
+    missing = [] if _check_cuda_kernels().level == OK else ["CUDA kernels"]
+    missing += [] if importlib.util.find_spec("triton") else ["Triton"]
+    if missing:
+        found = f"graphs, in plain PyTorch without CUDA graphs: no {', no '.join(missing)}"
+        fix = "Install the missing parts: decoding is slower without them"
         return Finding(NOTE, "gpu path", found, fix)
-    return Finding(OK, "gpu path", "graphs, kernels compiled at the first start")
+    return Finding(OK, "gpu path", "graphs")
+
+
+def _check_cuda_kernels() -> Finding:
+    """Return the library of the CUDA sources, found by loading it, or the tools that build it."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding(NOTE, CUDA_KERNELS, f"none: torch cannot be loaded ({error})")
+    if torch.version.cuda is None:
+        fix = "Install a torch that is built for CUDA; needed only for GPUs"
+        return Finding(NOTE, CUDA_KERNELS, f"none: torch {torch.__version__} is a CPU build", fix)
+    prebuilt = cuda_build.find_prebuilt(torch.version.cuda, ())
+    reason = prebuilt.reason
+    try:
+        if prebuilt.path is not None:
+            prebuilt.load()
+            return Finding(OK, CUDA_KERNELS, f"prebuilt ({prebuilt.path})")
+    except OSError as error:
+        reason = f"{prebuilt.path} cannot be loaded: {error}"
+    if not (missing_tools := cuda_build.list_missing_tools()):
+        return Finding(OK, CUDA_KERNELS, "compiled at the first start")
+    found = "; ".join(filter(None, [reason, f"no {', no '.join(missing_tools)} to compile them"]))
+    fix = "Install nvcc and ninja, or run `python -m meshrl.kernels FOLDER --cuda` where they are"
+    return Finding(NOTE, CUDA_KERNELS, found, f"{fix} and set $MESHRL_NATIVE to the folder")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.compose import project
-from tests.deploy.compose.images.building import IMAGES, build
+from tests.deploy.compose.images.building import OURS, build_stand_ins, serve_packages
 from tests.deploy.compose.project import Project
 from tests.deploy.engine import base
 from tests.deploy.engine.daemon import Engine
@@ -34,10 +34,9 @@ def pytest_terminal_summary(
 
 @pytest.fixture(scope="session")
 def engine(figures: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """Provide an engine with all images; yield its environment variables.
+    """Provide an engine with stand-ins for official images; yield its environment variables.
 
-    If $BASE is set (a registry is reachable), it names the base image. Otherwise a Debian image is
-    built. MESHRL_TEST_IMAGES=keep reuses existing images.
+    $BASE_IMAGE names the base image if a registry is reachable. Otherwise a Debian image is built.
     """
     ours = Engine(project.state_folder())
     found = project.engine_here()
@@ -45,9 +44,8 @@ def engine(figures: dict[str, Any]) -> Iterator[dict[str, str]]:
         ours.start()
         found = ours.variables()
     try:
-        if os.environ.get("MESHRL_TEST_IMAGES") != "keep":
-            build(found, os.environ.get("BASE") or base.make(found))
-        figures["image_mb"] = {name: Project(found).image_mb(name) for name in IMAGES}
+        found["BASE_IMAGE"] = os.environ.get("BASE_IMAGE") or base.make(found)
+        build_stand_ins(found, found["BASE_IMAGE"])
         yield found
     finally:
         ours.stop()  # only the engine that `start` has started
@@ -55,13 +53,16 @@ def engine(figures: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def running_project(engine: dict[str, str], figures: dict[str, Any]) -> Iterator[Project]:
-    """Provide the project while its demo job trains."""
+    """Provide the project while its demo job trains, started as a fresh clone is."""
     mesh = Project(engine, demo=project.make_short_demo(STEPS))
     mesh.remove()
     try:
-        began = mesh.up()
-        mesh.until("the demo trains", lambda: mesh.has_trained(project.DEMO))
+        with serve_packages(engine) as variables:
+            began = mesh.up(build=variables)
         figures["compose_up_s"] = began()
+        figures["image_mb"] = mesh.image_mb(OURS)
+        mesh.until("the demo trains", lambda: mesh.has_trained(project.DEMO))
+        figures["compose_trains_s"] = began()
         yield mesh
     finally:
         mesh.remove()

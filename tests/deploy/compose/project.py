@@ -21,6 +21,7 @@ OURS = ("head", "workers", "sandbox")
 RUNS = "/var/lib/meshrl/runs"  # on the head
 DEMO = "calculator"
 UP_S = 900.0
+BUILD_S = 3600.0  # downloads included
 ASK_S = 300.0
 PAUSE_S = 2.0
 
@@ -41,19 +42,32 @@ class Project:
         if self.demo:
             self.settings["MESHRL_DEMO"] = self.demo
 
-    def up(self, *services: str) -> Callable[[], float]:
+    def up(self, *services: str, build: dict[str, str] | None = None) -> Callable[[], float]:
         """Start these services (or all that can run here) and their dependencies; return the
-        seconds it took.
+        clock of the seconds since then.
+
+        `build`: variables with which the image is built first.
         """
         started_s = time.monotonic()
         chosen = services or ("prometheus", "demo")
-        self.compose("up", "--detach", *chosen)
+        options = ("--detach",) if build is None else ("--build", "--detach")
+        self.compose("up", *options, *chosen, most_s=UP_S if build is None else BUILD_S, more=build)
         return lambda: round(time.monotonic() - started_s, 1)
 
-    def compose(self, *arguments: str, most_s: float = UP_S, files: tuple[str, ...] = ()) -> str:
-        """Return the output of `docker compose`; AssertionError with the end of it if it fails."""
+    def compose(
+        self,
+        *arguments: str,
+        most_s: float = UP_S,
+        files: tuple[str, ...] = (),
+        more: dict[str, str] | None = None,
+    ) -> str:
+        """Return the output of `docker compose`; AssertionError with the end of it if it fails.
+
+        `more`: further variables.
+        """
         named = [word for file in ("compose.yaml", *files) for word in ("-f", str(FOLDER / file))]
-        return self._run_command(["docker", "compose", "-p", self.name, *named, *arguments], most_s)
+        command = ["docker", "compose", "-p", self.name, *named, *arguments]
+        return self._run_command(command, most_s, more)
 
     def docker(self, *arguments: str, most_s: float = ASK_S) -> str:
         return self._run_command(["docker", *arguments], most_s)

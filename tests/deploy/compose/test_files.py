@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 import yaml
 
+from meshrl.commands.engines import ENGINE_VERSIONS
 from meshrl.services.sandbox.jail.confinement.syscall_policy import ALLOWED_CALLS
+from tests.deploy.compose.images.building import CODE
 from tests.deploy.compose.project import FOLDER
 
 
@@ -95,6 +98,52 @@ def test_overlays_change_only_existing_services() -> None:
         "devices"
     ]
     assert asked["driver"] == "nvidia" and asked["capabilities"] == ["gpu"]
+
+
+@pytest.mark.parametrize(
+    ("file", "service", "target"),
+    [("compose.yaml", "secrets", "cpu"), ("gpu.yaml", "workers", "cuda")],
+)
+def test_compose_builds_each_image_from_the_clone(file: str, service: str, target: str) -> None:
+    services = read(file)["services"]
+    [built] = [name for name, found in services.items() if "build" in found]
+    build = services[built]["build"]
+    assert (built, build["target"]) == (service, target)
+    recipe = FOLDER / build["context"] / build["dockerfile"]
+    assert f"\nFROM runtime AS {target}\n" in recipe.read_text()
+    known = set(re.findall(r"^ARG (\w+)", recipe.read_text(), re.MULTILINE))
+    assert set(build["args"]) <= known
+    [image] = {
+        image
+        for found in services.values()
+        if f"meshrl:{target}" in (image := found.get("image", ""))
+    }
+    assert services[service]["image"] == image  # which the others use
+    for name in build["secrets"]:  # empty unless the environment names another
+        default = read("compose.yaml")["secrets"][name]["file"].split(":-")[1].rstrip("}")
+        lines = (FOLDER / default).read_text().splitlines()
+        assert all(line.startswith("#") for line in lines)
+
+
+def test_every_base_image_has_an_exact_tag() -> None:
+    files = [(FOLDER / name).read_text() for name in ("compose.yaml", "images/Dockerfile")]
+    images = re.findall(r"docker\.io/\S+?(?=[}\s])", "\n".join(files))
+    assert len(images) == 4
+    assert all(re.search(r":v?\d+\.\d+\.\d+[\w.-]*$", image) for image in images), images
+
+
+def test_image_has_the_tested_version_of_sglang() -> None:
+    recipe = (FOLDER / "images/Dockerfile").read_text()
+    assert f"ARG SGLANG={ENGINE_VERSIONS['sglang']}\n" in recipe
+    engines = re.search(r"MESHRL_ENGINES=(\S+)", recipe)
+    assert engines and f"python3 -m venv {engines[1]}/sglang" in recipe
+
+
+def test_only_the_container_of_the_person_reaches_the_hub() -> None:
+    services = read("gpu.yaml")["services"]
+    assert {name for name, found in services.items() if "networks" in found} == {"demo"}
+    job = services["demo"]["environment"]["JOB"].split(":-")[1].rstrip("}")
+    assert (CODE / job.removeprefix("/usr/share/meshrl/")).is_file()
 
 
 def test_production_generates_no_secrets_and_runs_no_demo() -> None:

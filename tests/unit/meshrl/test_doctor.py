@@ -105,6 +105,31 @@ def test_doctor_reports_a_torch_that_fails_to_load(
     assert finding.detail == "installed, but fails to load: libcudart.so.13: cannot open"
 
 
+def test_required_subject_that_is_not_in_order_fails() -> None:
+    fine = doctor.Finding(doctor.OK, "torch", "2.13.0")
+    absent = doctor.Finding(doctor.NOTE, "sglang", "not installed", "Install it")
+    levels = [
+        [line.level for line in doctor.require_subjects(iter([fine, absent]), required)]
+        for required in ((), ["torch"], ["sglang", "torch"], ["unknown"])
+    ]
+    ok, note, error = doctor.OK, doctor.NOTE, doctor.ERROR
+    assert levels == [[ok, note], [ok, note], [ok, error], [ok, note, error]]
+    *_, unknown = doctor.require_subjects(iter([fine, absent]), ["unknown"])
+    assert unknown.fix == "Require one of: sglang, torch"
+
+
+@pytest.mark.deep
+def test_doctor_exits_with_an_error_without_a_required_engine(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meshrl", "doctor", "--require", "sglang"]
+    environment = {**os.environ, "MESHRL_ENGINES": str(tmp_path), "COLUMNS": "250"}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=scaled(60), env=environment
+    )
+    line = find_line(result.stdout, "sglang")
+    assert result.returncode == 1 and line.startswith("bad") and "not installed" in line
+    assert "meshrl engine install sglang" in result.stdout
+
+
 ROOT = Path(__file__).parents[3]
 KEYS = [key for key, kind in JOB_SCHEMA.types_by_key.items() if not is_dataclass(kind)]
 

@@ -1,1 +1,1 @@
-"""Images that the trial runs: ours, built by `make images`, and stand-ins for official ones."""
+"""Images that the trial runs: ours, built by compose.yaml, and stand-ins for official ones."""
