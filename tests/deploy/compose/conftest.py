@@ -36,7 +36,7 @@ def pytest_terminal_summary(
 def engine(figures: dict[str, Any]) -> Iterator[dict[str, str]]:
     """Provide an engine with stand-ins for official images; yield its environment variables.
 
-    $BASE_IMAGE names the base image if a registry is reachable. Otherwise a Debian image is built.
+    Where a registry is reachable, BASE_IMAGE names the base image. Otherwise one is built of Debian.
     """
     ours = Engine(project.state_folder())
     found = project.engine_here()
