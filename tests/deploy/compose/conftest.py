@@ -36,7 +36,7 @@ def pytest_terminal_summary(
 def engine(figures: dict[str, Any]) -> Iterator[dict[str, str]]:
     """Provide an engine with stand-ins for official images; yield its environment variables.
 
-    Where a registry is reachable, BASE_IMAGE names the base image. Otherwise one is built of Debian.
+    BASE_IMAGE names the base image where a registry is reachable. Otherwise one is built.
     """
     ours = Engine(project.state_folder())
     found = project.engine_here()
