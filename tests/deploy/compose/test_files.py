@@ -139,7 +139,7 @@ def test_image_has_the_tested_version_of_sglang() -> None:
     assert engines and f"python3 -m venv {engines[1]}/sglang" in recipe
 
 
-def test_only_the_container_of_the_person_reaches_the_hub() -> None:
+def test_demo_on_gpus_alone_gets_a_network_for_the_hub() -> None:
     services = read("gpu.yaml")["services"]
     assert {name for name, found in services.items() if "networks" in found} == {"demo"}
     job = services["demo"]["environment"]["JOB"].split(":-")[1].rstrip("}")
