@@ -83,7 +83,7 @@ PINNED_IMAGES = $(shell grep -ohE 'docker\.io/[a-z0-9/._-]+:[A-Za-z0-9._-]+' \
 
 image-digests:
 	@for image in $(PINNED_IMAGES); do \
-		if digest=$$(timeout 60 docker buildx imagetools inspect --format '{{.Manifest.Digest}}' $$image); \
+		if digest=$$(timeout 60 docker buildx imagetools inspect --format '{{print .Manifest.Digest}}' $$image); \
 		then echo "$$image@$$digest"; \
 		else echo "$$image: no registry answers, so its digest is unknown" >&2; failed=1; fi; \
 	done; exit $${failed:-0}
