@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
-
-from blake3 import blake3
+from typing import Any, BinaryIO
 
 from meshrl.common.base.errors import BadMessage, Refused
 
@@ -27,7 +25,7 @@ class Hasher:
     """Digest of bytes that arrive in pieces."""
 
     def __init__(self, content: BytesLike = b"") -> None:
-        self._hasher = blake3(_view_bytes(content))
+        self._hasher = _create_blake3(content)
 
     def update(self, content: BytesLike) -> None:
         """Add the bytes that come next."""
@@ -35,7 +33,8 @@ class Hasher:
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes so far as 64 hexadecimal digits."""
-        return self._hasher.hexdigest()
+        digest: str = self._hasher.hexdigest()
+        return digest
 
 
 def _view_bytes(content: BytesLike) -> memoryview:
@@ -51,7 +50,15 @@ def compute_digest(content: BytesLike) -> str:
 
 def compute_keyed_digest(content: BytesLike, key: bytes) -> bytes:
     """Return the digest of bytes under a key of 32 bytes, which separates its uses."""
-    return blake3(_view_bytes(content), key=key).digest()
+    found: bytes = _create_blake3(content, key=key).digest()
+    return found
+
+
+def _create_blake3(content: BytesLike, **options: Any) -> Any:
+    """Create the library's hasher, imported at first use: a process without digests needs none."""
+    from blake3 import blake3
+
+    return blake3(_view_bytes(content), **options)
 
 
 def ignore_byte_count(_: int) -> None:

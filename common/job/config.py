@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from annotated_types import Ge, Interval, Le, MinLen
-
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.files.remote_directory import is_url
 from meshrl.common.base.type_hints import resolve_hints
@@ -31,6 +29,7 @@ from meshrl.common.job.constraints import (
     PositiveInteger,
     PositiveNumber,
 )
+from meshrl.common.job.ranges import Ge, Interval, Le, MinLen
 from meshrl.common.job.renamed_keys import RENAMED_JOB_KEYS, replace_old_keys
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Interval, MinLen, Predicate
+from meshrl.common.job.ranges import Ge, Gt, Interval, MinLen, Predicate
 
 MAX_INTEGER = 2**63 - 1  # of messages
 

@@ -1,12 +1,12 @@
 """Dispatch of the operators to the implementation of the tensors' device, else to the reference."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
-import structlog
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
@@ -79,6 +79,6 @@ def _import_cuda_backend() -> ModuleType:
 @cache
 def log_fallback_once(device: str, reason: str) -> None:
     """Log one line for each device and reason of this process."""
-    structlog.get_logger().warning(
-        "operators run as plain PyTorch, several times slower", device=device, reason=reason
+    logging.getLogger(__name__).warning(
+        "operators run as plain PyTorch on %s, several times slower: %s", device, reason
     )
