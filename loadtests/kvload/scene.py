@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loadtests.measuring.models import Tensors, drawn, shape
+from loadtests.measuring.shapes import Tensors, drawn, shape
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.generation.builtin.engine_builder import BuiltinEngine, build_engine
 from meshrl.common.generation.engine_contract import NO_SESSION, GenerationRequest

@@ -104,7 +104,7 @@ async def serve(mesh: Mesh, phase_s: float) -> None:
 def tiny() -> TokenEngine:
     import torch
 
-    from loadtests.measuring.models import drawn, shape
+    from loadtests.measuring.shapes import drawn, shape
     from meshrl.common.generation.builtin.engine_builder import build_engine
 
     torch.set_num_threads(1)

@@ -26,10 +26,11 @@ import uvloop
 
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.meshed import FOREVER_S, knows, unrenewed
-from loadtests.measuring.models import drawn, shape, submission
 from loadtests.measuring.models import serve as serving
+from loadtests.measuring.models import submission
 from loadtests.measuring.processes import served
 from loadtests.measuring.rounds import rotated
+from loadtests.measuring.shapes import drawn, shape
 from meshrl.common.api.engine import AttachStream, CacheMove, CacheMoveResult, Engine
 from meshrl.common.generation.builtin.engine_builder import build_engine
 from meshrl.common.mesh.runtime.mesh import Mesh

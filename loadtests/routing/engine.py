@@ -11,7 +11,8 @@ import asyncio
 from typing import Any
 
 from loadtests.measuring.entry import options
-from loadtests.measuring.models import drawn, serve, shape
+from loadtests.measuring.models import serve
+from loadtests.measuring.shapes import drawn, shape
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.generation.builtin.engine_builder import build_engine
 from meshrl.common.job.emulation import parse_engine_speed

@@ -39,9 +39,9 @@ import torch
 
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.meshed import knows, unrenewed
-from loadtests.measuring.models import shape
 from loadtests.measuring.processes import drop_caches
 from loadtests.measuring.rounds import turns
+from loadtests.measuring.shapes import shape
 from loadtests.replay import runs as replay
 from meshrl.common.api.calls.interface import Interface
 from meshrl.common.api.calls.role import SetTier

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from loadtests.measuring.metered import HostMeter
-from loadtests.measuring.models import drawn, shape
 from loadtests.measuring.rounds import Arm, ratios, spread, turns
+from loadtests.measuring.shapes import drawn, shape
 from loadtests.weights.contents import Tensors
 from loadtests.weights.scene import Plan
 from meshrl.common.generation.builtin.engine import BuiltinEngine
