@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 # Bytecode is cached, because hundreds of processes would compile the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-deep test-ci test-timing test-kubernetes test-sglang verifiers lint format bench peers dist site images image-digests test-compose test-slurm test-monitoring clean
+.PHONY: demo check test test-deep test-ci test-timing test-kubernetes test-sglang verifiers lint format bench gpu-check peers dist site images image-digests test-compose test-slurm test-monitoring clean
 
 demo: $(READY)
 	$(BIN)/meshrl run $(JOB) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--set mesh.workers=$(WORKERS)) $(ARGS)
@@ -114,6 +114,15 @@ bench: $(READY)
 	$(BIN)/python -m loadtests.replay
 	$(BIN)/python -m loadtests.sandbox
 	$(BIN)/python -m loadtests.damage --count 20
+
+# A host with a GPU, in at most eight minutes, from a bare clone: GPU_PYTHON is any Python that has
+# torch (docs/operate/gpu.md). GPU_ARGS are options of the script, such as --cpu.
+GPU_PYTHON ?= $(PYTHON)
+GPU_OUT ?= runs/gpu-check
+
+gpu-check:
+	mkdir -p $(GPU_OUT)
+	$(GPU_PYTHON) -m loadtests.gpu --json $(GPU_OUT)/figures.json --markdown $(GPU_OUT)/table.md $(GPU_ARGS)
 
 # A wheel and an sdist, in dist/, the wheel built from the sdist.
 dist: $(READY)

@@ -1,0 +1,1 @@
+"""Parts of the check. `CASES` of each module are functions by name, from settings to figures."""

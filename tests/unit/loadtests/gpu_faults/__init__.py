@@ -1,0 +1,1 @@
+"""Parts whose cases fail in every way, for the runner of `loadtests.gpu`."""

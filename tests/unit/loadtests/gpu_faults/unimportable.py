@@ -1,0 +1,3 @@
+"""Part whose import fails."""
+
+raise ImportError("no such kernel")
