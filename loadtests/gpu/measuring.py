@@ -42,13 +42,17 @@ def measure_s(settings: Settings, call: Callable[[], object]) -> float:
         return _time_once(settings, call)
     once_s = max(_time_once(settings, call), 1e-6)
     repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(MEASURED_S / once_s)))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks: list[Any] = [
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(repeats + 1)
+    ]
     marks[0].record()
     for mark in marks[1:]:
         call()
         mark.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) / 1000 for a, b in pairwise(marks))
+    times_s: list[float] = [a.elapsed_time(b) / 1000 for a, b in pairwise(marks)]
+    return statistics.median(times_s)
 
 
 def _time_once(settings: Settings, call: Callable[[], object]) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from loadtests.measuring import models
+from loadtests.measuring import shapes
 from loadtests.weights.contents import Tensors
 from meshrl.common.model.architecture.config import ModelConfig
 
 
 def _model(hidden: int, layers: int, ffn: int, vocabulary: int = 4096) -> ModelConfig:
     heads = (hidden // 64, max(1, hidden // 128))
-    return models.shape(hidden, layers, ffn, vocabulary, heads, tie_embeddings=True)
+    return shapes.shape(hidden, layers, ffn, vocabulary, heads, tie_embeddings=True)
 
 
 MODELS = {
@@ -21,4 +21,4 @@ MODELS = {
 
 
 def drawn(name: str, seed: int) -> Tensors:
-    return models.drawn(MODELS[name], seed)
+    return shapes.drawn(MODELS[name], seed)

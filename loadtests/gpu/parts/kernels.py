@@ -184,7 +184,8 @@ def attend_exactly(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     if causal:
         later = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(later, -torch.inf)
-    return scores.softmax(-1) @ v
+    found: Tensor = scores.softmax(-1) @ v
+    return found
 
 
 def measure_paged_decode(settings: Settings) -> Figures:
@@ -229,7 +230,8 @@ def measure_prefill(settings: Settings) -> Figures:
         return found
 
     last = slice(total - sizes.prefill[-1], total)
-    exact = attend_exactly(*(x[last].transpose(0, 1) for x in (q, k, v)), causal=True)
+    last_q, last_k, last_v = (x[last].transpose(0, 1) for x in (q, k, v))
+    exact = attend_exactly(last_q, last_k, last_v, causal=True)
     figures = check_close(prefill()[last], exact.transpose(0, 1), TOLERANCE)
     operations = sum(2.0 * n * n for n in sizes.prefill) * sizes.heads * sizes.width
     return figures | describe_arithmetic(settings, measure_s(settings, prefill), operations)

@@ -71,8 +71,8 @@ def compare_gradients(settings: Settings) -> Figures:
         gradients.append(gradient.cpu())
         learner.apply_gradient(gradient, stats.tokens, 1.0)
         weights.append(torch.cat([w.flatten() for w in learner.copy_weights().values()]))
-    figures = check_close(*gradients, GRADIENT_TOLERANCE)
-    after = check_close(*weights, WEIGHT_TOLERANCE)
+    figures = check_close(gradients[0], gradients[1], GRADIENT_TOLERANCE)
+    after = check_close(weights[0], weights[1], WEIGHT_TOLERANCE)
     return {"max_error": figures["max_error"], "max_error_of_weights": after["max_error"]}
 
 
