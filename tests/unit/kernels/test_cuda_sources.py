@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshrl.kernels.backends.cuda import CUDA_SOURCES, NVCC_FLAGS
 from meshrl.kernels.backends.cuda_launchers import Launchers, choose_num_splits
+from meshrl.kernels.cuda_build import CUDA_SOURCES, NVCC_FLAGS
 from tests.load import scaled
 from tests.unit.kernels.operators_under_test import (
     DTYPES,
