@@ -44,7 +44,7 @@ class CaseRunner:
     settings: Settings
     total_s: float
     package: str = "loadtests.gpu.parts"  # its module of a part's name has `CASES`
-    preload: tuple[str, ...] = ("torch",)
+    preload: tuple[str, ...] = ("torch", "torch._dynamo")  # neither calls CUDA when imported
 
     def run(self, cases: Sequence[Case]) -> Iterator[Outcome]:
         """Yield the outcome of each case when it is over."""

@@ -8,7 +8,7 @@ from typing import Any
 
 TOTAL_S = 480.0  # of all cases together
 MIN_CASE_S = 1.0  # deadline of a case when the time is over
-TRANSPORTS = ("disk", "tensors", "distributed")  # of `services/engine/sglang`, without auto
+TRANSPORTS = ("disk", "tensors", "ipc", "distributed")  # of weights to SGLang; a host may lack some
 
 Figures = dict[str, Any]  # numbers, texts and booleans by name; names end with their units
 
@@ -62,7 +62,7 @@ PARTS: Mapping[str, Mapping[str, float]] = {
     "recipe": {"five_steps": 35},
     "sglang": {
         "start": 60,
-        **{f"weights_{name}": 15 for name in TRANSPORTS},
+        **{f"weights_{name}": 12 for name in TRANSPORTS},
         "tokens": 10,
         "sleep": 10,
     },

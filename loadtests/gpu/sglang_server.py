@@ -21,9 +21,10 @@ from loadtests.gpu.generating import (
 )
 from loadtests.gpu.measuring import build_config, draw_model
 from loadtests.gpu.parts.sharing import measure_used
-from loadtests.gpu.plan import Figures, Incorrect, Settings
+from loadtests.gpu.plan import Figures, Incorrect, Settings, Skipped
 from loadtests.measuring.entry import print_progress
 from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.engine.sglang.engine import SGLangEngine, attach_engine
 from meshrl.services.engine.sglang.server import LaunchConfig, SGLangServer
@@ -105,7 +106,10 @@ class CheckedServer:
 
     def measure_transport(self, transport: str) -> Figures:
         """Measure an update of all weights by a transport, and check which weights are there."""
-        engine = self.attach(transport)
+        try:
+            engine = self.attach(transport)
+        except ConfigError as error:
+            raise Skipped(str(error)) from error
         try:
             self.check_scores(engine, 0)
             began = time.perf_counter()

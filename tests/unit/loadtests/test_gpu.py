@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from loadtests.gpu.plan import (
     allot_deadline_s,
 )
 from loadtests.gpu.result_table import format_table, nest_figures
-from meshrl.services.engine.sglang import weight_transports
+from meshrl.common.job.config import RolloutConfig
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +60,8 @@ def test_cases_of_parts_are_the_planned_ones_and_fit_the_total() -> None:
         module = importlib.import_module(f"loadtests.gpu.parts.{part}")
         assert module.CASES.keys() == cases.keys()
     assert sum(case.allowed_s for case in CASES) <= TOTAL_S
-    assert set(TRANSPORTS) == set(weight_transports.TRANSPORTS) - {"auto"}
+    known = get_args(get_type_hints(RolloutConfig)["sglang_weights"])
+    assert set(known) <= {"auto", *TRANSPORTS}
 
 
 def test_deadlines_share_the_time_that_is_left() -> None:
