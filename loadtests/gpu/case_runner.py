@@ -19,7 +19,7 @@ from itertools import groupby
 from multiprocessing.connection import Connection
 from typing import Any
 
-from loadtests.gpu.plan import Case, Figures, Incorrect, Settings, Skipped, allot_deadline_s
+from loadtests.gpu.plan import Case, Figures, Incorrect, NoGpu, Settings, Skipped, allot_deadline_s
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 EXIT_S = 5.0  # for a process whose cases are over
@@ -146,7 +146,7 @@ def run_case(
     except Skipped as skipped:
         return SKIPPED, {}, str(skipped), True
     except Exception as error:  # any of a library, a driver or a device
-        if not isinstance(error, Incorrect):
+        if not isinstance(error, Incorrect | NoGpu):
             traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
         return FAILED, {}, reason, continues

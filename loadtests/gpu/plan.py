@@ -40,6 +40,10 @@ class Skipped(Exception):
     """Reason why this host cannot run a case."""
 
 
+class NoGpu(Exception):
+    """Reason why no case can run on the requested device."""
+
+
 class Incorrect(Exception):
     """Result of a case that differs too much from the expected one."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 
 import torch
 
 from loadtests.gpu.measuring import describe_arithmetic, describe_bandwidth, measure_s
-from loadtests.gpu.plan import Figures, Incorrect, Settings
+from loadtests.gpu.plan import Figures, NoGpu, Settings
 
 COPIED_BYTES = 4 << 30
 PRODUCT_WIDTH = 8192  # of square matrices
@@ -19,8 +20,9 @@ def measure_device(settings: Settings) -> Figures:
     found: Figures = {"python": platform.python_version(), "torch": torch.__version__}
     if settings.device == "cuda":
         if not torch.cuda.is_available():
-            raise Incorrect(f"torch {torch.__version__} finds no GPU")
-        found["triton"] = importlib.metadata.version("triton")
+            raise NoGpu(f"torch {torch.__version__} finds no GPU")
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found["triton"] = importlib.metadata.version("triton")
         found["gpu"] = torch.cuda.get_device_name()
         found["memory_gib"] = torch.cuda.get_device_properties(0).total_memory / 2**30
     size_bytes = COPIED_BYTES if not settings.is_tiny else 1 << 20
