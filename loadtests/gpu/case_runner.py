@@ -11,6 +11,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 from loadtests.gpu.plan import Case, Figures, Incorrect, NoGpu, Settings, Skipped, allot_deadline_s
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-EXIT_S = 5.0  # for a process whose cases are over
+EXIT_S = 15.0  # for a process whose cases are over
 MAX_REASON_CHARS = 400
 
 
@@ -132,6 +133,9 @@ def run_part(name: str, connection: Connection) -> None:
             case_name, settings = connection.recv()
             *answer, continues = run_case(name, case_name, settings)
             connection.send((*answer, continues))
+    close = getattr(sys.modules.get(name), "close", None)
+    if close is not None:
+        close()
 
 
 def run_case(

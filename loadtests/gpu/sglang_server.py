@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 import threading
 import time
@@ -68,12 +69,10 @@ class CheckedServer:
         self.start_s = time.perf_counter() - began
         threading.Thread(target=loop.run_forever, name="loop", daemon=True).start()
 
-    @classmethod
-    def get_running(cls, settings: Settings, python: str) -> CheckedServer:
-        """Return this process's server; start it if there is none."""
-        if python not in _RUNNING:
-            _RUNNING[python] = cls(settings, python)
-        return _RUNNING[python]
+    def close(self) -> None:
+        """Stop the server and delete its files."""
+        self.server.http.spawn(self.server.stop()).result(STOP_S)
+        shutil.rmtree(self.directory)
 
     def _compute_scores(self) -> list[NDArray[np.float32]]:
         """Return the built-in engine's log-probabilities of a row under each version."""
@@ -160,6 +159,3 @@ class CheckedServer:
                 raise Incorrect("sleep frees no memory of the device")
             found["freed_gib"] = (awake_bytes - asleep_bytes) / 2**30
         return found
-
-
-_RUNNING: dict[str, CheckedServer] = {}  # by interpreter

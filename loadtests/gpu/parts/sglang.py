@@ -28,9 +28,20 @@ def find_python(settings: Settings) -> str:
 def get_server(settings: Settings) -> CheckedServer:
     """Return the running server of this process, which is started by the first case."""
     python = find_python(settings)
-    from loadtests.gpu.sglang_server import CheckedServer
+    if python not in _RUNNING:
+        from loadtests.gpu.sglang_server import CheckedServer
 
-    return CheckedServer.get_running(settings, python)
+        _RUNNING[python] = CheckedServer(settings, python)
+    return _RUNNING[python]
+
+
+def close() -> None:
+    """Stop the server; the runner calls this after the last case of the process."""
+    for server in _RUNNING.values():
+        server.close()
+
+
+_RUNNING: dict[str, CheckedServer] = {}  # by interpreter
 
 
 def build_transport_case(transport: str) -> Callable[[Settings], Figures]:
