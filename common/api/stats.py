@@ -90,7 +90,8 @@ class EngineStats(PauseStats):
     plateau: int = 0  # batch size from which throughput is constant; 0: not measured yet
     backend: str = ""  # description of the backend, for users
     tensor_parallel: int = 1
-    preempted: int = 0
+    preempted: int = 0  # times that a request lost its cache to older ones
+    cache_tokens: int = 0  # tokens that its cache holds; 0: not known, or before the first weights
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
     cache_bytes_per_token: int = 0  # 0: it cannot take over caches
     start_s: float = 0.0  # from its start to its first weights

@@ -275,6 +275,10 @@ class TokenEngine(SteppableEngine, Protocol):
         """
 
     @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds; 0: unknown, or before the first weights."""
+
+    @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values; 0: they cannot be moved."""
 

@@ -63,6 +63,7 @@ RULES: dict[str, ChangeRule] = {
     "rollout.engine": CHANGEABLE,
     "rollout.backend": CHANGEABLE,
     "rollout.dtype": CHANGEABLE,
+    "rollout.kv_memory": CHANGEABLE,
     "rollout.kv_tokens": CHANGEABLE,
     "rollout.kv_on_update": CHANGEABLE,
     "rollout.shards": _fixed_rule("trajectories in flight are in the ledgers of its shards"),

@@ -11,8 +11,10 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.files.remote_directory import is_url
 from meshrl.common.base.type_hints import resolve_hints
 from meshrl.common.job import builtin
+from meshrl.common.job.cache_memory import CacheMemory, parse_cache_memory
 from meshrl.common.job.constraints import (
     AlgorithmName,
+    CacheMemoryValue,
     ConfigTable,
     Dtype,
     EndpointText,
@@ -273,7 +275,10 @@ class RolloutConfig(ConfigTable):
     engine: Literal["torch", "sglang"] = "torch"
     backend: EngineBackend = "auto"  # the built-in engine: native (C++), eager, graphs (GPU), auto
     dtype: Dtype = "float32"  # type of the engine's weights and cache
-    kv_tokens: NonNegativeInteger = 0  # capacity of the engine's cache; 0: enough for all slots
+    # memory of the built-in engine's cache, at most enough for all slots: a share of what is free
+    # beside the weights, a size such as "24 GiB", or auto
+    kv_memory: CacheMemoryValue = "auto"
+    kv_tokens: NonNegativeInteger = 0  # tokens of an engine's cache; 0: as memory allows
     shards: PositiveInteger = 1
     slots: PositiveInteger = 64  # sequences in an engine's decode batch
     # maximum length of a trajectory, prompt and tool results included
@@ -314,7 +319,12 @@ class RolloutConfig(ConfigTable):
     forced_lengths: list[PositiveInteger] = field(default_factory=list)
 
     @property
-    def kv_memory_gib(self) -> float:
+    def cache_memory(self) -> CacheMemory:
+        """Memory of the built-in engine's cache."""
+        return parse_cache_memory(self.kv_memory)
+
+    @property
+    def kv_tier_gib(self) -> float:
         """GiB of a host's memory for keys and values outside of caches."""
         return self.kv.memory if self.kv.memory >= 0 else float(self.engine != "sglang")
 

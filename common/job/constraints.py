@@ -14,6 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from meshrl.common.job.ranges import Ge, Gt, Interval, MinLen, Predicate
 
+from meshrl.common.job.cache_memory import parse_cache_memory
+
 MAX_INTEGER = 2**63 - 1  # of messages
 
 
@@ -76,6 +78,12 @@ def _is_endpoint(text: str) -> bool:
     return True
 
 
+def _is_cache_memory(value: float | str) -> bool:
+    """Return True for a valid memory of a cache; ValueError otherwise."""
+    parse_cache_memory(value)
+    return True
+
+
 def _is_plain(table: dict[str, Any]) -> bool:
     """Return True if all values can be written as JSON and sent; NestedValueError otherwise."""
     pending = list(table.items())
@@ -105,6 +113,7 @@ JobName = Annotated[str, Predicate(_is_name)]
 EndpointText = Annotated[str, Predicate(_is_endpoint)]
 FigureName = Annotated[str, Predicate(_is_figure)]
 FilePath = Annotated[str, Predicate(_is_path)]
+CacheMemoryValue = Annotated[float | str, Predicate(_is_cache_memory)]
 OptionsTable = Annotated[dict[str, Any], Predicate(_is_plain)]
 
 Dtype = Literal["float32", "bfloat16"]

@@ -24,7 +24,7 @@ constexpr int8_t kRunning = 0, kStop = 1, kLength = 2;  // FinishReason in commo
 extern "C" {
 
 struct Shape {
-  int64_t vocab, hidden, layers, heads, kv_heads, head_width, rotary_width, ffn, positions, blocks;
+  int64_t vocab, hidden, layers, heads, kv_heads, head_width, rotary_width, ffn, positions;
   int64_t experts, experts_per_token, expert_ffn, normalise_routing;  // sparse layers
   int64_t shared_ffn;  // width of the shared expert; 0: none
   float norm_epsilon, attention_scale;
@@ -128,8 +128,8 @@ class Decoder {
     unembedding_.shape(shape.vocab, shape.hidden);
   }
 
-  // Allocates weights and cache. Returns false if memory runs out.
-  bool wake() {
+  // Allocates weights and a cache of `blocks` blocks. Returns false if memory runs out.
+  bool wake(int64_t blocks) {
     const std::vector<Matrix<T>*> all = matrices();
     int64_t elements = 0;
     for (const Matrix<T>* matrix : all) elements += matrix->elements();
@@ -140,8 +140,8 @@ class Decoder {
       at += matrix->elements();
     }
     for (Layer& layer : layers_)
-      if (!layer.keys.resize(shape_.blocks * block_elements_) ||
-          !layer.values.resize(shape_.blocks * block_elements_))
+      if (!layer.keys.resize(blocks * block_elements_) ||
+          !layer.values.resize(blocks * block_elements_))
         return false;
     return true;
   }
@@ -750,8 +750,8 @@ void* decoder_new(const Shape* shape, const float* rope, const LayerKind* kinds,
 void decoder_delete(void* d) { delete static_cast<Model*>(d); }
 
 // Functions with an int result return 0 for success and -1 if memory runs out.
-int decoder_wake(void* d) {
-  return catch_bad_alloc(-1, [&] { return static_cast<Model*>(d)->wake() ? 0 : -1; });
+int decoder_wake(void* d, int64_t blocks) {
+  return catch_bad_alloc(-1, [&] { return static_cast<Model*>(d)->wake(blocks) ? 0 : -1; });
 }
 int decoder_load(void* d, int part, int64_t layer, const TensorPiece* pieces, int64_t count) {
   return catch_bad_alloc(-1, [&] {

@@ -13,7 +13,7 @@ import numpy as np
 
 from loadtests.kvload.scene import VOCAB, Scene, scene
 from loadtests.measuring.rounds import rotated
-from meshrl.common.generation.builtin.scheduler import MAX_PREFILL_TOKENS
+from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS
 from meshrl.common.generation.prefix_loading import CHUNK_TOKENS
 
 BEYOND = 1.05  # of computing's time, after which loading alone is slower, and need not end

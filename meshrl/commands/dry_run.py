@@ -103,8 +103,8 @@ def _make_memory_table(job: JobFile) -> Table:
         notes.append("Core and engine share a worker by time slices: it holds both.")
     if rollout.engine == "sglang" and not rollout.kv_tokens:
         notes.append("SGLang takes the free memory of its GPU for the KV cache.")
-    if rollout.kv_memory_gib:
-        notes.append(f"rollout.kv keeps up to {rollout.kv_memory_gib:g} GiB in host memory.")
+    if rollout.kv_tier_gib:
+        notes.append(f"rollout.kv keeps up to {rollout.kv_tier_gib:g} GiB in host memory.")
     if excess := _describe_excess(job, processes):
         notes.append(f"Warning: {excess}.")
     table.caption, table.caption_justify = " ".join(notes), "left"

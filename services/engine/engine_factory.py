@@ -46,7 +46,9 @@ async def create_engine(mesh: Mesh, data: JobData, placement: Placement) -> Toke
             where="rollout.tensor_parallel",
             fix='Set it to [1], or set rollout.engine = "sglang"',
         )
-    return await mesh.host.run_blocking(_create_builtin_engine, data, deadline_s=BUILD_TIMEOUT_S)
+    return await mesh.host.run_blocking(
+        _create_builtin_engine, data, placement, deadline_s=BUILD_TIMEOUT_S
+    )
 
 
 async def _create_sglang_engine(
@@ -93,7 +95,7 @@ def _choose_hierarchical_cache(mesh: Mesh, data: JobData) -> HierarchicalCache |
     from meshrl.services.engine.sglang.server import HierarchicalCache
 
     limits = data.config.rollout
-    if not limits.kv_memory_gib and not limits.kv.disk:
+    if not limits.kv_tier_gib and not limits.kv.disk:
         return None
     root = get_disk_root(mesh.settings.run_root, limits.kv.path)
     directory = None
@@ -102,9 +104,9 @@ def _choose_hierarchical_cache(mesh: Mesh, data: JobData) -> HierarchicalCache |
             directory = make_private_directory(root) / f"{data.config.name}-sglang"
         except ConfigError as error:  # another user owns the directory
             log_unused_tier(mesh, "rollout.kv.disk", error)
-    if not limits.kv_memory_gib and directory is None:
+    if not limits.kv_tier_gib and directory is None:
         return None
-    return HierarchicalCache(limits.kv_memory_gib, directory)
+    return HierarchicalCache(limits.kv_tier_gib, directory)
 
 
 def _load_decoder(data: JobData) -> Callable[[Sequence[int]], str] | None:
@@ -112,7 +114,7 @@ def _load_decoder(data: JobData) -> Callable[[Sequence[int]], str] | None:
     return Tokenizer.load(str(data.tokenizer_file)).decode if stop_text else None
 
 
-def _create_builtin_engine(data: JobData) -> BuiltinEngine:
+def _create_builtin_engine(data: JobData, placement: Placement) -> BuiltinEngine:
     limits = data.config.rollout
     return build_engine(
         load_model_config(data),
@@ -122,6 +124,9 @@ def _create_builtin_engine(data: JobData) -> BuiltinEngine:
         device=data.config.mesh.device,
         dtype=limits.dtype,
         kv_cache_tokens=limits.kv_tokens,
+        cache_memory=limits.cache_memory,
+        is_time_sliced=placement.time_sliced,
+        num_workers=data.config.mesh.workers,
         kv_on_update=limits.kv_on_update,
         max_steps=1 if limits.emulate else FLUSH_STEPS,
         step_budget_s=FLUSH_S,

@@ -183,7 +183,6 @@ async def serve(
         )
     steps: SteppableEngine = emulated or engine
     mesh.telemetry.log.info("engine", path=steps.backend)
-    room = limits.kv_tokens or limits.slots * limits.max_tokens
     turns = SliceClient(
         mesh,
         placement.slice_scheduler,
@@ -192,7 +191,7 @@ async def serve(
         enabled=placement.time_sliced,
     )
     service = EngineService(
-        mesh, engine, driver.call_on_loop, room, time_slices=turns, emulation=emulated
+        mesh, engine, driver.call_on_loop, time_slices=turns, emulation=emulated
     )
     service.weights.process_started_s = began
     kv = await open_host_cache(mesh, placement.job, limits, engine, service.commands.wake_event.set)

@@ -65,7 +65,6 @@ class EngineService(Actor):
         mesh: Mesh,
         engine: TokenEngine,
         call_on_loop: Callable[[Callable[[], None]], None],
-        cache_tokens: int = 0,
         *,
         time_slices: SliceClient | None = None,
         emulation: EmulatedSteps | None = None,
@@ -99,7 +98,7 @@ class EngineService(Actor):
         self.cache_moves = CacheMoves(
             mesh, engine, self.steps, between, named, wake, self.commands.enqueue
         )
-        sleeper = EngineSleeper(mesh, engine, self.commands, self.weights, cache_tokens)
+        sleeper = EngineSleeper(mesh, engine, self.commands, self.weights)
         self.tiers = TierController(
             mesh, sleeper, *mesh.settings.offload_targets, set_time_slicing=self.set_time_slicing
         )
@@ -189,6 +188,7 @@ class EngineService(Actor):
             backend=steps.backend,
             tensor_parallel=steps.tensor_parallel_size,
             preempted=engine.num_preempted,
+            cache_tokens=engine.cache_tokens,
             prefill_tokens_per_s=steps.prefill_tokens_per_s,
             cache_bytes_per_token=engine.cache_bytes_per_token,
             start_s=round(self.weights.start_s, 3),

@@ -167,7 +167,7 @@ class SimulatedEngine(WithoutCacheTransfer):
         self.tokens_generated = self.tokens_computed = 0
         self.busy_s = 0.0
         self.prefill_tokens_per_s = 0.0
-        self.cache_bytes_per_token = 0  # no cache
+        self.cache_bytes_per_token = self.cache_tokens = 0  # no cache
         self.backend, self.num_preempted = "simulated", 0
         self.tensor_parallel_size = 1
         self.vocab_size, self.max_length = vocab_size, max_length

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshrl.common.generation.builtin.scheduler import MAX_PREFILL_TOKENS, PrefillRate
+from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS
+from meshrl.common.generation.builtin.scheduler import PrefillRate
 from meshrl.common.generation.prefix_loading import CHUNK_TOKENS, PrefixLoad
 
 NO_CONTENT = np.zeros(0, np.uint8)

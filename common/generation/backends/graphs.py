@@ -23,7 +23,7 @@ from meshrl.common.generation.backends.sampling import compute_raw_logprobs, sam
 from meshrl.common.generation.batch.adapter_deltas import AdapterDeltas
 from meshrl.common.generation.batch.blocks import count_blocks
 from meshrl.common.generation.batch.slots import Slots
-from meshrl.common.generation.batch.step_compute import SlotIndices
+from meshrl.common.generation.batch.step_compute import SlotIndices, out_of_memory_error
 from meshrl.common.generation.engine_contract import NO_FLOATS, IntArray
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.attention import AttentionFunction, build_causal_mask
@@ -54,7 +54,7 @@ class CapturedBucket:
     adapters: Tensor  # int64 [lanes], 0: none
     positions: Tensor  # int64 [lanes], EMPTY where there is no row
     block_table: Tensor  # int32 [lanes, context / BLOCK]
-    logits: Tensor  # float32 [lanes, vocab]
+    logits: Tensor  # float32 [lanes, vocab], overwritten by the next bucket
     experts: Tensor  # int64 [lanes, sparse layers, k]
     replay: Callable[[], None]
 
@@ -67,12 +67,11 @@ class GraphCompute:
         config: ModelConfig,
         dtype: torch.dtype,
         slots: Slots,
-        num_blocks: int,
         device: torch.device,
     ) -> None:
         self.vocab_size = config.vocab_size
         self._config, self._dtype, self._slots = config, dtype, slots
-        self._num_blocks, self._device = num_blocks, device
+        self._device = device
         self._adapters = AdapterBank(config, dtype, device)
         self._scale = config.head_dim**-0.5
         heads, width = config.num_kv_heads, config.head_dim
@@ -80,10 +79,12 @@ class GraphCompute:
             f"graphs {dtype} [2, {config.num_layers}, blocks, {heads}, {BLOCK_TOKENS} x {width}]"
         )
         self.cache_bytes_per_token = 2 * config.num_layers * heads * width * dtype.itemsize
+        self.weights_bytes = dtype.itemsize * config.num_parameters
         self._buckets = GraphBuckets(slots.num_slots, slots.max_length)
         self._block_table: NDArray[np.int32] | None = None
         self._captured: dict[GraphBucket, CapturedBucket] = {}
         self._graph_memory_pool: Any = None  # memory pool of the graphs, set with the first graph
+        self._logits: Tensor | None = None  # float32 [lanes, vocab], which all buckets share
 
     def attach_block_table(self, table: NDArray[np.int32]) -> None:
         """Attach the block table that steps read."""
@@ -161,14 +162,16 @@ class GraphCompute:
         table = torch.zeros(
             bucket.lanes, bucket.context // BLOCK_TOKENS, dtype=torch.int32, device=self._device
         )
+        if self._logits is None:
+            self._logits = torch.zeros(
+                self._buckets.lanes[-1], self.vocab_size, dtype=torch.float32, device=self._device
+            )
         captured = CapturedBucket(
             tokens=tokens,
             adapters=torch.zeros_like(tokens),
             positions=torch.full_like(tokens, EMPTY_LANE),
             block_table=table,
-            logits=torch.zeros(
-                bucket.lanes, self.vocab_size, dtype=torch.float32, device=self._device
-            ),
+            logits=self._logits[: bucket.lanes],
             experts=torch.zeros(
                 bucket.lanes, *self._config.routing_shape, dtype=torch.int64, device=self._device
             ),
@@ -319,7 +322,7 @@ class GraphCompute:
 
     def _clear_graphs(self) -> None:
         self._captured.clear()
-        self._graph_memory_pool = None
+        self._graph_memory_pool = self._logits = None
 
     @torch.inference_mode()
     def score(
@@ -399,21 +402,31 @@ class GraphCompute:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
-        """Allocate weights and cache; graphs are captured again on demand."""
+    def wake(self, num_blocks: int) -> None:
+        """Allocate weights and cache; graphs are captured again on demand.
+
+        Raise MeshError, with nothing allocated, if memory runs out.
+        """
+        try:
+            model, keys, values = self._allocate(num_blocks)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise out_of_memory_error(str(error).partition("\n")[0]) from error
+        self.model, self.keys, self.values = model, keys, values
+        self._adapters.attach_model(model)
+
+    def _allocate(self, num_blocks: int) -> tuple[Decoder, Tensor, Tensor]:
         config = self._config
         with torch.device("meta"):  # weights come from the store: the host never holds all of them
             model = Decoder(config, self._dtype, max_positions=self._slots.max_length)
-        self.model = model.to_empty(device=self._device).eval().requires_grad_(False)
-        self.model.reset_buffers()
-        self._adapters.attach_model(self.model)
-        shapes = get_cache_shapes(
-            self._num_blocks, config.num_kv_heads, config.head_dim, self._dtype
-        )
-        self.keys, self.values = (
+        model = model.to_empty(device=self._device).eval().requires_grad_(False)
+        model.reset_buffers()
+        shapes = get_cache_shapes(num_blocks, config.num_kv_heads, config.head_dim, self._dtype)
+        keys, values = (
             torch.zeros(config.num_layers, *shape, dtype=self._dtype, device=self._device)
             for shape in shapes
         )
+        return model, keys, values
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from meshrl.common.base.errors import MeshError
 from meshrl.common.generation.batch.adapter_deltas import ADAPTER_TARGETS, AdapterDeltas
 from meshrl.common.generation.batch.blocks import BLOCK_TOKENS, count_blocks
 from meshrl.common.generation.batch.slots import Slots
-from meshrl.common.generation.batch.step_compute import SlotIndices
+from meshrl.common.generation.batch.step_compute import SlotIndices, out_of_memory_error
 from meshrl.common.generation.engine_contract import IntArray
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.rope import build_rope_table
@@ -57,7 +56,7 @@ FLOAT32_PARTS = {"embedding", *(part for part in WEIGHT_PARTS if part.endswith((
 
 _SHAPE_FIELDS = (
     *("vocab", "hidden", "layers", "heads", "kv_heads", "head_width", "rotary_width", "ffn"),
-    *("positions", "blocks", "experts", "experts_per_token", "expert_ffn", "normalise_routing"),
+    *("positions", "experts", "experts_per_token", "expert_ffn", "normalise_routing"),
     "shared_ffn",
 )
 
@@ -120,7 +119,7 @@ _ADDRESS, _NUMBER, _STATUS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
     "decoder_new": (*[_ADDRESS] * 4, _NUMBER),
     "decoder_delete": (_ADDRESS,),
-    "decoder_wake": (_ADDRESS,),
+    "decoder_wake": (_ADDRESS, _NUMBER),
     "decoder_sleep": (_ADDRESS,),
     "decoder_copy_block": (_ADDRESS, _NUMBER, _NUMBER),
     "decoder_item_bytes": (),
@@ -156,9 +155,7 @@ def build_native_library(config: ModelConfig, dtype: str = "float32") -> Library
 class NativeCompute:
     """Model in C++, over a paged cache of its own."""
 
-    def __init__(
-        self, library: Library, config: ModelConfig, slots: Slots, num_blocks: int
-    ) -> None:
+    def __init__(self, library: Library, config: ModelConfig, slots: Slots) -> None:
         """Create the model.
 
         Raise FileNotFoundError, with the reason, if the library could not be built, and MeshError
@@ -177,6 +174,8 @@ class NativeCompute:
         shape = f"{config.num_layers}, 2, blocks, {heads}, {BLOCK_TOKENS} x {self._width}"
         self.cache_layout = f"native, {item} bytes an item [{shape}]"
         self.cache_bytes_per_token: int = 2 * config.num_layers * heads * self._width * item
+        embedding = config.vocab_size * config.hidden_size  # float32, and a copy if it is tied
+        self.weights_bytes = item * config.num_parameters + 4 * embedding
         positions = slots.max_length
         rope = build_rope_table(config, positions).contiguous()
         shape_struct = _ShapeStruct(
@@ -189,7 +188,6 @@ class NativeCompute:
             rotary_width=config.head_dim,
             ffn=config.ffn_size,
             positions=positions,
-            blocks=num_blocks,
             experts=config.num_experts,
             experts_per_token=config.num_experts_per_token,
             expert_ffn=config.expert_ffn_size,
@@ -207,7 +205,7 @@ class NativeCompute:
         args = rope.data_ptr(), kinds.ctypes.data, absent.ctypes.data, len(absent)
         self._decoder = self._lib.decoder_new(ctypes.byref(shape_struct), *args)
         if not self._decoder:
-            raise _out_of_memory_error()
+            raise out_of_memory_error()
 
     def __del__(self) -> None:
         if getattr(self, "_decoder", None):
@@ -270,7 +268,7 @@ class NativeCompute:
             budget_s,
         )
         if sampled < 0:
-            raise _out_of_memory_error()
+            raise out_of_memory_error()
         return int(sampled)
 
     @torch.inference_mode()
@@ -301,7 +299,7 @@ class NativeCompute:
             piece.is_bf16 = tensor.dtype == torch.bfloat16
         args = WEIGHT_PARTS.index(part), layer, ctypes.byref(pieces), len(buffers)
         if self._lib.decoder_load(self._decoder, *args):
-            raise _out_of_memory_error()
+            raise out_of_memory_error()
 
     @torch.inference_mode()
     def find_differing_weights(self, state: Mapping[str, Tensor]) -> list[str]:
@@ -331,7 +329,7 @@ class NativeCompute:
         for (layer, name), delta in deltas.items():
             ranks[layer, ADAPTER_TARGETS.index(name)] = delta.rank
         if self._lib.decoder_adapter_begin(self._decoder, ranks.ctypes.data):
-            raise _out_of_memory_error()
+            raise out_of_memory_error()
         for (layer, name), delta in deltas.items():
             a = self._pad_heads(name, delta.a) if name == "output" else delta.a
             b = self._pad_heads(name, delta.b) if name == "qkv" else delta.b
@@ -339,7 +337,7 @@ class NativeCompute:
             args = layer, ADAPTER_TARGETS.index(name), delta.rank
             self._lib.decoder_adapter_set(self._decoder, *args, a.data_ptr(), b.data_ptr())
         if self._lib.decoder_adapter_commit(self._decoder, adapter_index):
-            raise _out_of_memory_error()
+            raise out_of_memory_error()
 
     def drop_adapter(self, adapter_index: int) -> None:
         """Remove an adapter that no running request uses."""
@@ -385,17 +383,17 @@ class NativeCompute:
             if self._lib.decoder_score(
                 self._decoder, ctypes.byref(struct), 0, len(part), part.ctypes.data
             ):
-                raise _out_of_memory_error()
+                raise out_of_memory_error()
         return scored
 
     def sleep(self) -> None:
         """Free the memory of weights and cache."""
         self._lib.decoder_sleep(self._decoder)
 
-    def wake(self) -> None:
+    def wake(self, num_blocks: int) -> None:
         """Allocate weights and cache; raise MeshError if memory runs out."""
-        if self._lib.decoder_wake(self._decoder):
-            raise _out_of_memory_error()
+        if self._lib.decoder_wake(self._decoder, num_blocks):
+            raise out_of_memory_error()
 
 
 def _parse_tensor_name(name: str) -> tuple[str, int]:
@@ -417,11 +415,3 @@ def _describe_slots(slots: Slots, table: NDArray[np.int32]) -> _SlotsStruct:
         assert array.dtype == dtype and array.flags.c_contiguous
         setattr(struct, name, array.ctypes.data if array.size else None)
     return struct
-
-
-def _out_of_memory_error() -> MeshError:
-    return MeshError(
-        "memory is too small for the weights and the cache",
-        where="engine",
-        fix="Lower rollout.kv_tokens or rollout.slots",
-    )

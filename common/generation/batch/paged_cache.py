@@ -18,22 +18,27 @@ class PagedCache:
     """Block table and blocks of the slots.
 
     `table[slot]` lists the blocks of a slot's tokens in order; its first `held[slot]` entries are
-    valid. `blocks` must hold one slot of full length and one more block.
+    valid. There are no blocks before `resize`.
     """
 
-    def __init__(
-        self, slots: Slots, num_blocks: int, copy_block: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, slots: Slots, copy_block: Callable[[int, int], None]) -> None:
         self._slots = slots
         self._copy_block = copy_block  # (from, to): pending copies of a block's keys and values
         self.block_table = np.zeros(
             (slots.num_slots, -(-slots.max_length // BLOCK_TOKENS)), np.int32
         )
         self.blocks_per_slot = np.zeros(slots.num_slots, np.int64)
-        self.block_pool = BlockPool(num_blocks)
-        self.prefix_cache = PrefixCache(self.block_pool)
+        self.resize(0)
         # tokens that are cached without being computed by the slot
         self._num_reused_tokens = np.zeros(slots.num_slots, np.int64)
+
+    def resize(self, num_blocks: int) -> None:
+        """Replace the blocks, of which no slot has any, by `num_blocks` free ones.
+
+        They must hold one slot of full length and one more block.
+        """
+        self.block_pool = BlockPool(num_blocks)
+        self.prefix_cache = PrefixCache(self.block_pool)
 
     def prepare_slot(self, slot: int) -> None:
         """Prepare the slot for its new request.

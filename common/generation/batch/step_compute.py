@@ -9,9 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl.common.base.errors import MeshError
 from meshrl.common.generation.batch.adapter_deltas import AdapterDeltas
 from meshrl.common.generation.engine_contract import IntArray
 
+# limit of known tokens in a step, so that decoding rows do not wait for long
+MAX_PREFILL_TOKENS = 512
 SlotIndices = NDArray[np.int64]  # slot numbers; those that decode are ascending
 
 
@@ -21,6 +24,7 @@ class StepCompute(Protocol):
     vocab_size: int
     cache_layout: str  # layout of `read_cache`: backend, type, order and shape
     cache_bytes_per_token: int
+    weights_bytes: int  # memory of the weights while awake
 
     def run_steps(
         self, slots: SlotIndices, counts: SlotIndices, max_steps: int, budget_s: float
@@ -68,5 +72,17 @@ class StepCompute(Protocol):
     def sleep(self) -> None:
         """Free the memory of weights and cache."""
 
-    def wake(self) -> None:
-        """Allocate memory for weights and cache again; `load_weights` follows."""
+    def wake(self, num_blocks: int) -> None:
+        """Allocate memory for weights and a cache of `num_blocks` blocks; `load_weights` follows.
+
+        Raise MeshError if memory runs out.
+        """
+
+
+def out_of_memory_error(reason: str = "") -> MeshError:
+    """Return the error of a backend whose memory ran out."""
+    return MeshError(
+        f"memory is too small for the weights and the cache{reason and ': '}{reason}",
+        where="engine",
+        fix="Lower rollout.kv_memory or rollout.kv_tokens",
+    )

@@ -18,6 +18,7 @@ from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.clock import Clock, SystemClock
 from meshrl.common.base.errors import ConfigError, CorruptData, Refused
 from meshrl.common.generation.batch.adapter_deltas import build_adapter_deltas
+from meshrl.common.generation.batch.cache_size import CachePlan
 from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.batch.step_compute import StepCompute
@@ -74,7 +75,9 @@ class BuiltinEngine:
         config: ModelConfig,
         backend: str,
         options: EngineOptions,
+        plan_cache: Callable[[], CachePlan],
     ) -> None:
+        """Initialize; `plan_cache` is called at the first wake-up, and its plan stays."""
         if options.kv_on_update not in ("keep", "recompute"):
             raise ConfigError(
                 f"kv_on_update is {options.kv_on_update!r}",
@@ -109,6 +112,8 @@ class BuiltinEngine:
             loads.offload_all,
         )
         self._is_paused = False
+        self.cache_plan: CachePlan | None = None  # None before the first wake-up
+        self._plan_cache = plan_cache
 
     @property
     def version(self) -> int:
@@ -144,6 +149,11 @@ class BuiltinEngine:
     def prefill_tokens_per_s(self) -> float:
         """Known tokens computed per second, as measured recently; 0: not measured yet."""
         return self.scheduler.prefill_rate.tokens_per_s
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds; 0 before the first wake-up."""
+        return self.cache_plan.num_tokens if self.cache_plan else 0
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -404,11 +414,15 @@ class BuiltinEngine:
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
         """Allocate the memory that `sleep` freed and load weights of `version`.
 
-        Raise Refused if their shapes differ.
+        Raise Refused if their shapes differ, ConfigError if memory is too small for one sequence,
+        and MeshError if an allocation fails. The engine is still asleep then.
         """
         check_shapes(state, self._tensor_shapes)
         if self._weights.is_asleep:
-            self._compute.wake()
+            if self.cache_plan is None:
+                self.cache_plan = self._plan_cache()
+                self._paged_cache.resize(self.cache_plan.num_blocks)
+            self._compute.wake(self.cache_plan.num_blocks)
             self._weights.is_asleep = False
         self._load_weights(state, version)
 
@@ -434,7 +448,7 @@ class BuiltinEngine:
             raise Refused(
                 f"{len(tokens)} tokens do not fit the cache",
                 where="engine",
-                fix="Raise rollout.kv_tokens",
+                fix="Raise rollout.kv_memory or rollout.kv_tokens",
             )
         try:
             return self._compute.score(row, blocks, self._weights.adapter_indices[adapter])

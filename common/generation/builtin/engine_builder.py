@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,19 @@ from meshrl.common.generation.backends.native import (
     build_native_library,
 )
 from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
+from meshrl.common.generation.batch.cache_size import (
+    CachePlan,
+    choose_auto_share,
+    estimate_workspace_bytes,
+    plan_cache_blocks,
+    plan_cache_tokens,
+)
 from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.builtin.engine import BuiltinEngine, EngineOptions
+from meshrl.common.generation.builtin.free_memory import measure_free_bytes
 from meshrl.common.hardware.gpus import gpu_requirement
+from meshrl.common.job.cache_memory import AUTO_MEMORY, CacheMemory
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.kernels.library_build import Library
 from meshrl.kernels.ops import can_capture_cuda_graph
@@ -31,6 +41,7 @@ from meshrl.kernels.ops import can_capture_cuda_graph
 BACKENDS = ("auto", "native", "eager", "graphs")
 BACKEND_LABELS = {"eager": "torch eager", "graphs": "graphs"}  # display names of the torch backends
 BUILD_TIMEOUT_S = 300.0  # some 10 s on an idle core; engines of one host wait for each other
+ReadFreeBytes = Callable[[torch.device], int]
 _LOG = logging.getLogger(__name__)
 
 __all__ = ["BACKENDS", "BUILD_TIMEOUT_S", "BuiltinEngine", "build_engine"]
@@ -88,14 +99,22 @@ def build_engine(
     device: str = "cpu",
     dtype: str = "float32",
     kv_cache_tokens: int = 0,
+    cache_memory: CacheMemory = AUTO_MEMORY,
+    is_time_sliced: bool = False,
+    num_workers: int = 1,
+    read_free_bytes: ReadFreeBytes = measure_free_bytes,
     **options: Any,
 ) -> BuiltinEngine:
     """Build an engine of `num_slots` sequences of up to `max_length` tokens, without weights.
 
     It is asleep until it gets weights. Backends: `native` needs a C++ compiler, `eager` only torch,
     `graphs` is for a GPU and runs on a CPU as well; `auto` selects by `device`, "cpu" or "cuda"
-    (`choose_backend`). `kv_tokens`: size of the paged cache; 0: all slots full. `options` are those
-    of EngineOptions. Raise ConfigError for unavailable parts, including a GPU.
+    (`choose_backend`). `options` are those of EngineOptions. Raise ConfigError for unavailable
+    parts, including a GPU.
+
+    The first wake-up chooses the size of the paged cache: `kv_cache_tokens`, or what all slots
+    take as far as `cache_memory` allows. `is_time_sliced` and `num_workers`: sharing of the
+    device, as in `choose_auto_share`. `read_free_bytes` returns the free memory of a device.
     """
     if max_length > config.max_positions:
         dynamic = (config.rope_scaling or {}).get("rope_type") == "dynamic"
@@ -115,19 +134,32 @@ def build_engine(
         )
     how = EngineOptions(**options)
     places = Slots(num_slots, max_length, math.prod(config.routing_shape))
-    width = -(-max_length // BLOCK_TOKENS)
-    blocks = max(-(-kv_cache_tokens // BLOCK_TOKENS) or num_slots * width, width + 1)
-
     choice = choose_backend(backend, device, config, dtype)
     compute: NativeCompute | GraphCompute
     if choice.library is not None:
-        compute = NativeCompute(choice.library, config, places, blocks)
+        compute = NativeCompute(choice.library, config, places)
         name = f"native, {dtype}"
     else:
-        compute = GraphCompute(config, getattr(torch, dtype), places, blocks, choice.device)
+        compute = GraphCompute(config, getattr(torch, dtype), places, choice.device)
         behind = f" ({choice.fallback_reason})" if choice.fallback_reason else ""
         on = f", {choice.device.type}" if choice.name == "graphs" else ""
         name = f"{BACKEND_LABELS[choice.name]}, {dtype}{on}{behind}"
-    memory = PagedCache(places, blocks, compute.copy_block)
+    memory = PagedCache(places, compute.copy_block)
     compute.attach_block_table(memory.block_table)
-    return BuiltinEngine(places, compute, memory, config, name, how)
+
+    def plan_cache() -> CachePlan:
+        block_bytes = BLOCK_TOKENS * compute.cache_bytes_per_token
+        shape = block_bytes, num_slots, max_length
+        if kv_cache_tokens:
+            return plan_cache_tokens(kv_cache_tokens, *shape)
+        kind, width = choice.device.type, getattr(torch, dtype).itemsize
+        workspace_bytes = estimate_workspace_bytes(config, num_slots, max_length, width, kind)
+        free_bytes = read_free_bytes(choice.device) - compute.weights_bytes - workspace_bytes
+        share = cache_memory.share or choose_auto_share(
+            kind, is_time_sliced=is_time_sliced, num_workers=num_workers
+        )
+        plan = plan_cache_blocks(free_bytes, share, *shape, size_bytes=cache_memory.size_bytes)
+        _LOG.info("%s", plan.describe())
+        return plan
+
+    return BuiltinEngine(places, compute, memory, config, name, how, plan_cache)

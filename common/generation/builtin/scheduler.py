@@ -11,7 +11,7 @@ from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.clock import Clock
 from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
-from meshrl.common.generation.batch.step_compute import StepCompute
+from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS, StepCompute
 from meshrl.common.generation.builtin.loaded_weights import LoadedWeights
 from meshrl.common.generation.builtin.prefix_loads import PrefixLoads
 from meshrl.common.generation.builtin.stop_strings import StopStringChecker
@@ -24,8 +24,6 @@ MIN_PREFILL_TOKENS = 2
 RATE_HALF_LIFE_TOKENS = (
     8192  # tokens that halve the weight of a measured rate: engines warm up, contexts grow
 )
-# limit of known tokens in a step, so that decoding rows do not wait for long
-MAX_PREFILL_TOKENS = 512
 
 
 class PrefillRate:

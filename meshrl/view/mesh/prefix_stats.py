@@ -1,4 +1,4 @@
-"""Figures of keys and values that a job's engines loaded instead of computing them again."""
+"""Figures of an engine's keys and values: loaded instead of computed, and lost to preemptions."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ def extract_figures(stats: Mapping[str, Any]) -> dict[str, float]:
     found["bytes_in"] = float(sum(kv.get("bytes_in", {}).values()))
     found["bytes_out"] = float(sum(kv.get("bytes_out", {}).values()))
     found["saved_s"] = float(kv.get("saved_s", 0.0))
+    if stats.get("preempted"):
+        found["preempted"] = float(stats["preempted"])
+        found["cache_tokens"] = float(stats.get("cache_tokens", 0))
     return {name: value for name, value in found.items() if value}
 
 
@@ -44,7 +47,18 @@ def find_offload_error(entries: Iterable[RegistryEntry]) -> str:
 
 
 def format_prefix_figures(figures: Mapping[str, float]) -> str:
-    """Return the figures for people; empty if nothing was loaded."""
+    """Return the figures for people; empty if nothing was loaded or preempted."""
+    return "; ".join(filter(None, (_format_loads(figures), _format_preemptions(figures))))
+
+
+def _format_preemptions(figures: Mapping[str, float]) -> str:
+    if not (count := int(figures.get("preempted", 0))):
+        return ""
+    tokens = int(figures.get("cache_tokens", 0))
+    return f"{count:,} preemptions" + (f" in caches of {tokens:,} tokens" if tokens else "")
+
+
+def _format_loads(figures: Mapping[str, float]) -> str:
     parts = [(tier, int(figures.get(f"{tier}_tokens", 0))) for tier in SOURCES]
     loaded = [f"{n:,} from {tier}" for tier, n in parts if n]
     again = int(figures.get("again_tokens", 0))

@@ -52,8 +52,8 @@ async def open_tiers(mesh: Mesh, job: str, limits: RolloutConfig) -> list[KVTier
     """
     kv, root = limits.kv, mesh.settings.run_root
     places = []
-    if limits.kv_memory_gib:
-        places.append(("memory", get_memory_root(root), limits.kv_memory_gib))
+    if limits.kv_tier_gib:
+        places.append(("memory", get_memory_root(root), limits.kv_tier_gib))
     if kv.disk:
         places.append(("disk", get_disk_root(root, kv.path), kv.disk))
     shelves = []

@@ -84,6 +84,7 @@ class SGLangEngine(WithoutCacheTransfer):
         self.next_step_delay_s = 0.0
         self.prefill_tokens_per_s = 0.0  # unknown: prefill and decode overlap
         self.cache_bytes_per_token = 0  # the cache cannot be moved
+        self.cache_tokens = 0  # the server chooses the size
         self._http, self._control, self.requests = http, control, requests
         self._config, self._shapes, self._server_info = (
             config,

@@ -226,7 +226,7 @@ class EngineSleeper:
     """Control of an engine's sleep, which frees weights and cache between two steps.
 
     Running requests wait and lose no token. Nothing is saved: the store has the weights, and caches
-    of sessions are computed again. `cache_tokens`: capacity of the engine's cache.
+    of sessions are computed again.
     """
 
     def __init__(
@@ -235,10 +235,9 @@ class EngineSleeper:
         engine: TokenEngine,
         commands: StepCommands,
         weights: EngineWeights,
-        cache_tokens: int,
     ) -> None:
         self._mesh, self._engine, self._commands = mesh, engine, commands
-        self._weights, self._cache_tokens = weights, cache_tokens
+        self._weights = weights
 
     @property
     def size_bytes(self) -> int:
@@ -248,7 +247,8 @@ class EngineSleeper:
         weights = self._weights
         if weights.is_asleep or (self._engine.version < 0 and not weights.loaded_bytes):
             return 0
-        return weights.loaded_bytes + self._cache_tokens * self._engine.cache_bytes_per_token
+        cache_bytes = self._engine.cache_tokens * self._engine.cache_bytes_per_token
+        return weights.loaded_bytes + cache_bytes
 
     async def sleep(self, save: SaveTensors) -> None:
         """Put the engine to sleep until `wake`; until then it fetches no new version.

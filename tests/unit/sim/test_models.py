@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.common.api.engine import FinishReason
-from meshrl.common.generation.builtin.scheduler import MAX_PREFILL_TOKENS
+from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS
 from meshrl.common.generation.prefix_loading import CHUNK_TOKENS
 from meshrl.common.hardware.zebra.costs import MicroBatchCosts
 from meshrl.common.hardware.zebra.schedule import order_attention_tasks

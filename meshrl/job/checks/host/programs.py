@@ -67,7 +67,7 @@ def _check_read_back(job: JobFile) -> None:
 def _check_kv_tiers(job: JobFile) -> None:
     """Check that the job has GPUs for SGLang's hierarchical cache."""
     rollout = job.config.rollout
-    if job.config.mesh.device == "cpu" and (rollout.kv_memory_gib or rollout.kv.disk):
+    if job.config.mesh.device == "cpu" and (rollout.kv_tier_gib or rollout.kv.disk):
         wrong = "rollout.kv: SGLang supports KV tiers only on GPUs"
         fix = "Set memory and disk to 0, or set rollout.engine to the built-in engine"
         raise job.make_error("rollout.kv", wrong, fix)

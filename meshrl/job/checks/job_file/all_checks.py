@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from meshrl.common.job.cache_memory import AUTO
 from meshrl.common.job.config import INITIAL
 from meshrl.common.job.emulation import parse_engine_speed, parse_training_emulation
 from meshrl.common.state.pool.demand.requirements import derive_requirements
@@ -56,6 +57,20 @@ def check_emulated_accelerators(job: JobFile) -> None:
         if pace:
             with job.locate_errors(key, "{error.message}"):
                 read(pace)
+
+
+def check_cache_size(job: JobFile) -> None:
+    """Check that the engine's cache has one size, and one that the engine knows."""
+    rollout = job.config.rollout
+    if rollout.kv_memory == AUTO:
+        return
+    if rollout.kv_tokens:
+        wrong = "rollout.kv_memory and rollout.kv_tokens both set the size of the engine's cache"
+        raise job.make_error("rollout.kv_memory", wrong, "Remove one of the two keys")
+    if rollout.engine == "sglang":
+        wrong = "rollout.kv_memory is for the built-in engine, and rollout.engine is 'sglang'"
+        fix = "Set rollout.kv_tokens, or --mem-fraction-static in rollout.sglang_options"
+        raise job.make_error("rollout.kv_memory", wrong, fix)
 
 
 def check_workers(job: JobFile) -> None:
@@ -207,6 +222,7 @@ def check_model_shapes(job: JobFile) -> None:
 
 VALUE_CHECKS: tuple[Check, ...] = (
     check_buckets,
+    check_cache_size,
     check_emulated_accelerators,
     check_tensor_parallel,
     check_workers,

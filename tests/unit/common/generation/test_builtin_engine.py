@@ -16,6 +16,8 @@ import torch
 
 from meshrl.common.base.errors import ConfigError, Refused
 from meshrl.common.generation.backends.native import NativeCompute
+from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
+from meshrl.common.generation.batch.cache_size import CachePlan
 from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.builtin.engine import EngineOptions
@@ -338,10 +340,11 @@ def test_native_library_gives_the_models_logprobs_on_each_target(
     ]
     subprocess.run(command, check=True, capture_output=True, timeout=scaled(100))
     slots = Slots(4, 256)
-    compute = NativeCompute(Library(path), TINY, slots, 80)
-    memory = PagedCache(slots, 80, compute.copy_block)
+    compute = NativeCompute(Library(path), TINY, slots)
+    memory = PagedCache(slots, compute.copy_block)
     compute.attach_block_table(memory.block_table)
-    engine = BuiltinEngine(slots, compute, memory, TINY, target, EngineOptions())
+    plan = CachePlan(80, 80, BLOCK_TOKENS * compute.cache_bytes_per_token)
+    engine = BuiltinEngine(slots, compute, memory, TINY, target, EngineOptions(), lambda: plan)
     engine.wake(decoder().state_dict(), 0)
     contexts = {i: words(i, 3 + 45 * i) for i in range(5)}
     outputs = Listener(engine).run(*(request(i, c, max_new=20) for i, c in contexts.items()))

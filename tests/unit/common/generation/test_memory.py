@@ -104,7 +104,8 @@ class Memory(RuleBasedStateMachine):
     def start(self) -> None:
         self.slots = Slots(self.SLOTS, self.LENGTH)
         self.written = np.full((self.BLOCKS, BLOCK_TOKENS, 2), -1)
-        self.memory = PagedCache(self.slots, self.BLOCKS, self.copy)
+        self.memory = PagedCache(self.slots, self.copy)
+        self.memory.resize(self.BLOCKS)
         self.slots.weights_ids[1] = self.last_weights_id = 1
 
     def copy(self, source: int, target: int) -> None:
