@@ -31,6 +31,11 @@ class Answer:
     tokens: int
     compute_s: float = 0.0  # of the built-in engine: inside the model
     steps: int = 0
+    computed: int = 0  # tokens through the model
+    preemptions: int = 0
+    cache_tokens: int = 0  # that its cache holds
+    peak_tokens: int = 0  # most tokens of running requests at a time, as far as drained
+    digest: str = ""  # of all sampled tokens, by request
 
 
 class Contestant:
@@ -81,9 +86,13 @@ class Contestant:
         return answer
 
 
-def ours(model: Path, path: str, dtype: str = "float32", length: int = 4352) -> Contestant:
+def ours(
+    model: Path, path: str, dtype: str = "float32", length: int = 4352, cache_tokens: int = 0
+) -> Contestant:
+    """Return the built-in engine; `cache_tokens` 0: a cache for all slots."""
     module = [sys.executable, "-m", "loadtests.engine.worker"]
     about = ["--path", path, "--dtype", dtype, "--max-length", str(length)]
+    about += ["--cache-tokens", str(cache_tokens)]
     return Contestant([*module, *about, "--model", str(model)])
 
 

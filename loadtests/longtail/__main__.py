@@ -3,7 +3,7 @@ bound.
 
 Usage:
 
-    python -m loadtests.longtail
+    python -m loadtests.longtail [--kv-budget 0.25 0.5]
 
 512 requests, lognormal lengths of mean 64 whose longest tenth holds half the tokens, 64 slots, on
 one core, in CPU-seconds.
@@ -16,6 +16,9 @@ one core, in CPU-seconds.
   prompts that come one by one and everything else are free.
 - `context_cost_ratio`: CPU-seconds of 63 short requests that decode beside one at 4,096 tokens of
   context, over the same without it.
+
+With `--kv-budget` only `budget.py` runs: the same requests with a cache of these shares of the peak
+of their tokens. `budget_*_makespan_ratio` is in CPU-seconds, over a cache for all slots.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from loadtests.engine.contestants import (
     ours,
     prompts,
 )
+from loadtests.longtail.budget import measure_budgets
 from loadtests.measuring.entry import options, report
 
 REQUESTS, SLOTS, MEAN = 512, 64, 64.0
@@ -58,12 +62,17 @@ def main() -> None:
         mean=(MEAN, "tokens of a request"),
         context=(LONG, "tokens beside short requests"),
         table_steps=(TABLE_STEPS, "of each cell"),
+        kv_budget=([0.0], "only caches of these shares of the tokens that requests hold at most"),
     )
     parser.add_argument("--contexts", type=int, nargs=2, default=CONTEXTS, help="of the table")
     chosen = parser.parse_args()
     one_core()
     lengths = drawn(chosen.requests, chosen.mean, seed=0)
     random.seed(0)
+    if any(chosen.kv_budget):
+        with tempfile.TemporaryDirectory(prefix="meshrl-budget-") as folder:
+            report(measure_budgets(Path(folder), lengths, chosen.kv_budget, chosen.rounds))
+        return
     with tempfile.TemporaryDirectory(prefix="meshrl-longtail-") as folder:
         model = make_model(Path(folder) / "qwen2")
         engine, static = ours(model, "native"), generate(model)

@@ -181,8 +181,13 @@ def test_failed_allocation_of_the_cache_is_a_typed_error_and_can_be_repeated(
 
 def test_free_memory_of_a_gpu_is_read_from_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
+
+    def read_memory(device: torch.device) -> tuple[int, int]:
+        calls.append(device)
+        return 7 * GIB, 9 * GIB
+
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: calls.append(d) or (7 * GIB, 9 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", read_memory)
     device = torch.device("cuda", 0)
     assert measure_free_bytes(device) == 7 * GIB
     assert calls == ["empty_cache", device]
