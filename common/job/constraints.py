@@ -12,9 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from meshrl.common.job.ranges import Ge, Gt, Interval, MinLen, Predicate
-
 from meshrl.common.job.cache_memory import parse_cache_memory
+from meshrl.common.job.ranges import Ge, Gt, Interval, MinLen, Predicate
 
 MAX_INTEGER = 2**63 - 1  # of messages
 
