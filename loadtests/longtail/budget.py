@@ -13,22 +13,20 @@ from typing import Any
 
 from loadtests.engine.contestants import SHORT, Answer, Contestant, make_model, ours, prompts
 
-LENGTH = 2560  # tokens of a slot
-
 
 def measure_budgets(
     folder: Path, lengths: list[int], shares: list[float], rounds: int
 ) -> dict[str, Any]:
     """Measure each share of the peak against the whole cache; ratios are of CPU-seconds."""
-    model = make_model(folder / "qwen2")
+    model, length = make_model(folder / "qwen2"), SHORT + max(lengths)
     asked = prompts(len(lengths), SHORT)
-    whole = ours(model, "native", length=LENGTH)
+    whole = ours(model, "native", length=length)
     small: dict[float, Contestant] = {}
     try:
         peak_tokens = whole.ask(asked, lengths).peak_tokens
         for share in shares:
             small[share] = ours(
-                model, "native", length=LENGTH, cache_tokens=int(share * peak_tokens)
+                model, "native", length=length, cache_tokens=int(share * peak_tokens)
             )
             small[share].ask(asked, lengths)
         found: dict[float, list[Answer]] = {}
