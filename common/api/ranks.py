@@ -17,9 +17,16 @@ from meshrl.common.api.weights import TensorPiece
 from meshrl.common.base.encoding.messages import Array, message
 
 UPDATE_SETTINGS_TIMEOUT_S = 30.0
-FORM_TIMEOUT_S = 60.0  # for the rendezvous
+FORM_TIMEOUT_S = 60.0  # for the rendezvous, and NCCL's connections
+FORM_MARGIN_S = 15.0  # until the error of a rendezvous that has failed arrives
 STATE_TRANSFER_TIMEOUT_S = 600.0  # a complete state, from or to rank 0
+MIN_STATE_BYTES_PER_S = 50e6  # of one rank: a loaded disk, or random numbers of one core
 COMPUTE_TIMEOUT_S = 3600.0  # the group's own timeout is shorter: a lost rank ends a collective
+
+
+def compute_state_timeout_s(size_bytes: float) -> float:
+    """Return the deadline for ranks to read or create a state of this size."""
+    return STATE_TRANSFER_TIMEOUT_S + size_bytes / MIN_STATE_BYTES_PER_S
 
 
 def rank_name(job: str, rank: int) -> str:
@@ -64,6 +71,15 @@ class Rendezvous:
     collective_timeout_s: float  # of each collective
     # of the ranks, for connections between them; empty: all are on one host
     addresses: list[str] = field(default_factory=list)
+    form_timeout_s: float = FORM_TIMEOUT_S
+
+
+@message
+class CreateModel:
+    """Order to create the model of a formed group, with the initial values of the rank's rows."""
+
+    generation: int
+    timeout_s: float
 
 
 @message
@@ -272,7 +288,8 @@ class Ranks(RoleControl):
     """
 
     stand_by = Call(RankOrder, StandbyAnswer, deadline_s=30.0, idempotent=True)
-    form_group = Call(Rendezvous, NoneType, deadline_s=FORM_TIMEOUT_S)
+    form_group = Call(Rendezvous, NoneType, deadline_s=FORM_TIMEOUT_S + FORM_MARGIN_S)
+    create_model = Call(CreateModel, NoneType, deadline_s=STATE_TRANSFER_TIMEOUT_S)
     begin_step = Call(RankOrder, NoneType, deadline_s=30.0)
     compute_round = Call(ComputeRound, RoundStats, deadline_s=COMPUTE_TIMEOUT_S)
     add_gradient = Call(AddGradient, NoneType, deadline_s=STATE_TRANSFER_TIMEOUT_S)

@@ -104,7 +104,8 @@ def job(bundle: Path, path: str, ranks: int, shape: dict[str, object]) -> JobDat
 def begin_rank(data: JobData, number: int, ranks: int, meeting: Path) -> dict[str, int]:
     peak = Peak()
     rank = make_rank(data, Placement("g0", "g0.0", data.id, 1, core=True, rank=number, ranks=ranks))
-    rank.join(Rendezvous(1, str(meeting), MEET_S))
+    rank.join(Rendezvous(1, str(meeting), MEET_S, form_timeout_s=MEET_S))
+    rank.create_model()
     found = {"peak": peak.bytes, "rows": rank.learner.size_bytes}
     for tensor in rank.learner.get_tensors().values():
         tensor.zero_()  # moments take no memory before they are written to

@@ -242,7 +242,8 @@ def step(setting: Setting, arm: Arm, learner: ZebraLearner, rank: int) -> dict[s
 
 def run(directory: Path, setting: Setting, rounds: int, rank: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    group = join_group(Rendezvous(1, str(directory / "meeting"), DEADLINE_S), rank, RANKS, "cpu")
+    meeting = Rendezvous(1, str(directory / "meeting"), DEADLINE_S, form_timeout_s=DEADLINE_S)
+    group = join_group(meeting, rank, RANKS, "cpu")
     chosen = arms(setting)
     learners = {arm.name: make_learner(setting, arm, rank, group) for arm in chosen}
     for arm in chosen:

@@ -28,7 +28,8 @@ from meshrl.common.base.host.interfaces import find_address
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.weights.transports.rendezvous import open_listener
 from meshrl.services.trainer.ranks import network_interface
-from meshrl.services.trainer.ranks.rank import Rank, is_collective_error
+from meshrl.services.trainer.ranks.group_failures import is_collective_error
+from meshrl.services.trainer.ranks.rank import Rank
 from tests.unit.trainer.ranks.batches_under_test import (
     bins_of_step,
     given_weights,
@@ -55,7 +56,9 @@ def join_rendezvous(rank: Rank, generation: int, addresses: list[str], deadline_
     )
     with listener or contextlib.nullcontext():
         started_s = time.monotonic()
-        rank.join(Rendezvous(generation, where, deadline_s, addresses), interface, listener)
+        rendezvous = Rendezvous(generation, where, deadline_s, addresses, deadline_s)
+        rank.join(rendezvous, interface, listener)
+        rank.create_model()
     print_event("met", time.monotonic() - started_s)
     names = list(rank.learner.get_meta_tensors(False))
     rank.learner.scatter_weights(names, given_weights("plain") if rank.rank == 0 else None)

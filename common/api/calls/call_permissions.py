@@ -48,9 +48,10 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "join leave drain back remaining whereabouts membership": (JOINER,),
     },
     "Ranks": {
-        "stand_by form_group begin_step compute_round add_gradient": ("trainer",),
-        "update_settings apply_gradient score_bin stage_rows finish_staging": ("trainer",),
-        "save_rows finish_saving restore_rows load_weights execute_sleep_order": ("trainer",),
+        "stand_by form_group create_model begin_step compute_round": ("trainer",),
+        "update_settings add_gradient apply_gradient score_bin stage_rows": ("trainer",),
+        "finish_staging save_rows finish_saving restore_rows load_weights": ("trainer",),
+        "execute_sleep_order": ("trainer",),
     },
     "Rollout": {"encode_held_out": ("trainer",)},
     # code of a job's author and of the model runs there: only its shards send any

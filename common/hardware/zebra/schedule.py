@@ -23,6 +23,22 @@ class TaskKind(IntEnum):
     EXPERTS = 2  # experts on expert ranks
 
 
+class LaneKind(IntEnum):
+    """Direction of an exchange between attention ranks and the experts' ranks."""
+
+    DISPATCH = 0  # to the experts
+    COMBINE = 1  # back
+
+
+class ScheduledExchange(NamedTuple):
+    """Exchange of a micro-batch's rows of an MoE layer."""
+
+    lane: LaneKind
+    backward: bool
+    layer: int
+    micro_batch: int
+
+
 class ScheduledTask(NamedTuple):
     """Pass of a micro-batch through a piece, or through experts of a layer."""
 
@@ -62,6 +78,33 @@ def order_expert_tasks(layers: int, micro_batches: int) -> list[ScheduledTask]:
     for layer in reversed(range(layers)):
         order += _all_micro_batches(True, layer, micro_batches, TaskKind.EXPERTS)
     return order
+
+
+def order_exchanges(
+    layers: int, micro_batches: int, hosted: Sequence[bool] = ()
+) -> list[ScheduledExchange]:
+    """Return the exchanges of a step in the order in which every rank launches its own.
+
+    Operations of two NCCL communicators on one device must be launched in the same order on all
+    ranks: a kernel that waits for its peer may keep another one from starting. No exchange here
+    depends on a later one, so a step ends even if they run one after the other. A combine follows
+    the dispatch of half as many later tasks as there are micro-batches. Both lanes are then ahead
+    of the tasks that wait for their rows. Ranks that host experts compute these after the pieces of
+    all micro-batches, so the combines of such a layer follow all of its dispatches.
+    """
+    places: list[tuple[int, ScheduledExchange]] = []
+    tasks = order_expert_tasks(layers, micro_batches)
+    for number, task in enumerate(tasks):
+        ahead = micro_batches // 2
+        if _is_hosted(hosted, task.layer):
+            ahead = micro_batches - 1 - task.micro_batch
+        about = task.backward, task.layer, task.micro_batch
+        places += (
+            (number, ScheduledExchange(LaneKind.DISPATCH, *about)),
+            (min(number + ahead, len(tasks) - 1), ScheduledExchange(LaneKind.COMBINE, *about)),
+        )
+    # The sort is stable: combines keep the order of their tasks.
+    return [exchange for _, exchange in sorted(places, key=lambda one: (one[0], one[1].lane))]
 
 
 def _is_hosted(hosted: Sequence[bool], layer: int) -> bool:

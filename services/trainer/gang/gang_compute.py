@@ -278,7 +278,7 @@ class GangCompute:
         names = list(weights)
         orders = self._group.repeat_order(LoadWeightRows(self._group.require_generation(), names))
         await self._group.run_on_all(
-            STATE_TRANSFER_TIMEOUT_S,
+            self._rank.state_timeout_s,
             Ranks.load_weights,
             orders,
             self._rank.learner.scatter_weights,
@@ -303,7 +303,7 @@ class GangCompute:
         orders = self._group.repeat_order(order)
         restore = partial(run_and_report, READ_FAULTS, self._rank.learner.restore, saved, fill)
         here, there = await self._group.run_on_all(
-            STATE_TRANSFER_TIMEOUT_S, Ranks.restore_rows, orders, restore
+            self._rank.state_timeout_s, Ranks.restore_rows, orders, restore
         )
         raise_first([here, *(answer.fault for answer in there)])
 

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 from meshrl.common.api.calls.interface import Call
 from meshrl.common.api.ranks import (
+    FORM_MARGIN_S,
     FORM_TIMEOUT_S,
+    CreateModel,
     RankOrder,
     Ranks,
     Rendezvous,
@@ -60,10 +62,12 @@ class RankGroup:
         collective_timeout_s: float,
         prepare: Callable[[Set[int]], Awaitable[None]],
         on_loss: Callable[[], None],
+        form_timeout_s: float = FORM_TIMEOUT_S,
     ) -> None:
         """Create a group of no ranks yet.
 
         `prepare` receives the ranks on other hosts; `on_loss` is called when the group is lost.
+        `form_timeout_s` limits the rendezvous of ranks that are ready.
         """
         # 0: in no group. A single rank is in a group of its own from the beginning.
         self.generation = 0 if rank.ranks > 1 else 1
@@ -72,11 +76,16 @@ class RankGroup:
         self._mesh, self._job, self._rank = mesh, job, rank
         self._rendezvous_dir, self._collective_timeout_s = rendezvous_dir, collective_timeout_s
         self._prepare, self._on_loss = prepare, on_loss
+        self._form_timeout_s = form_timeout_s
         self._form_count = 0
         self._loss: Exception | None = None  # reason that the group is lost
 
     async def form(self) -> None:
-        """Form a group of all ranks; RankLost at the deadline, permanent errors at once."""
+        """Form a group of all ranks, and create its model.
+
+        RankLost if that fails once GROUP_COMPLETE_TIMEOUT_S have passed; permanent errors at once.
+        The model may take longer: its deadline depends on its size.
+        """
         if not self.other_ranks:
             return
         clock = self._mesh.clock
@@ -84,6 +93,7 @@ class RankGroup:
         while True:
             try:
                 await self._try_form(until - clock.monotonic())
+                await self._create_model()
                 return
             except MeshError as error:
                 await self._disband()
@@ -120,10 +130,20 @@ class RankGroup:
                     open_listener(address, parse_port_range(self._mesh.settings.bind))
                 )
                 where = format_rendezvous_url(door, self._mesh.random.hex_token(16))
-            meeting = Rendezvous(generation, where, self._collective_timeout_s, addresses)
+            meeting = Rendezvous(
+                generation, where, self._collective_timeout_s, addresses, self._form_timeout_s
+            )
             self.generation = generation
             meetings, own = [meeting] * len(self.other_ranks), (meeting, interface, door)
-            await self.run_on_all(FORM_TIMEOUT_S, Ranks.form_group, meetings, self._rank.join, *own)
+            within_s = self._form_timeout_s + FORM_MARGIN_S
+            await self.run_on_all(within_s, Ranks.form_group, meetings, self._rank.join, *own)
+
+    async def _create_model(self) -> None:
+        """Have all ranks create their rows, which they may read from slow files."""
+        timeout_s = self._rank.state_timeout_s
+        orders = self.repeat_order(CreateModel(self.generation, timeout_s))
+        create = Ranks.create_model
+        await self.run_on_all(timeout_s, create, orders, self._rank.create_model)
 
     def _find_interface(self, ready_ranks: Sequence[StandbyAnswer]) -> tuple[str, str]:
         """Return this host's interface and address for other hosts' ranks; ConfigError without."""

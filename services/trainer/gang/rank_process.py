@@ -13,7 +13,11 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.state.pool.workers.rows import ExpertSplit
 from meshrl.services.trainer.bins.division import EvenDivision, RoundDivision, ZebraDivision
-from meshrl.services.trainer.initialization.initial_weights import DTYPES, build_meta_model
+from meshrl.services.trainer.initialization.initial_weights import (
+    DTYPES,
+    build_meta_model,
+    describe_model,
+)
 from meshrl.services.trainer.learner.learner import LearnerSettings
 from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.ranks.rank_actor import RankActor
@@ -21,6 +25,8 @@ from meshrl.services.trainer.sharding.learners import FsdpLearner, RankContext, 
 from meshrl.services.trainer.zebra.emulated_bins import EmulatedBins
 from meshrl.services.trainer.zebra.zebra_emulation import build_emulation
 from meshrl.services.trainer.zebra.zebra_learner import ZebraLearner
+
+STATE_TENSORS = 3  # a weight and two moments, in float32
 
 
 def make_rank(data: JobData, placement: Placement, accelerator: str = "") -> Rank:
@@ -43,7 +49,9 @@ def make_rank(data: JobData, placement: Placement, accelerator: str = "") -> Ran
     bins, device = None, data.config.mesh.device
     if pace is not None and isinstance(division, EvenDivision):  # otherwise tasks are padded
         bins = EmulatedBins(pace, division.expert_parallel, SystemClock())
-    return Rank(make, placement.rank, placement.ranks, device, division, pace, bins)
+    state_bytes = STATE_TENSORS * 4 * describe_model(data)[1]
+    about = placement.rank, placement.ranks, device, division, pace, bins, state_bytes
+    return Rank(make, *about)
 
 
 def build_division(

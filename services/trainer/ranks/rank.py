@@ -16,11 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _abort_process_group, _world
+from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout, _world
 
-from meshrl.common.api.ranks import Rendezvous
+from meshrl.common.api.ranks import Rendezvous, compute_state_timeout_s
 from meshrl.common.base.errors import RankLost, Refused
+from meshrl.common.hardware.gpus.nccl_environment import set_nccl_environment
 from meshrl.common.mesh.process.tcp_sockets import (
     SocketAddress,
     find_client_hosts,
@@ -52,30 +54,44 @@ def join_group(
     """Join the process group of a rendezvous over `interface`, after leaving any earlier group.
 
     Rank 0 serves the store of a rendezvous over several hosts at `listener`. An earlier group may
-    exist: it can form after another rank has already seen its failure. A collective that a rank
-    does not join fails after the rendezvous's deadline.
+    exist: it can form after another rank has already seen its failure. NCCL connects within the
+    rendezvous's deadline too. A collective that a rank does not join later fails after its own.
 
     Raises:
-        RankLost: The ranks do not meet. Or a process of another user of this host, or of a host
-            without a rank, has joined: gloo does not authenticate peers.
+        ConfigError: A variable of NCCL would end this rank when another one is lost.
+        RankLost: The ranks do not meet; it names the absent ones. Or a process of another user of
+            this host, or of a host without a rank, has joined: gloo does not authenticate peers.
     """
     leave_group()
     network_interface.set_interface(interface)
+    backend, device_id = "gloo", None
     if device == "cuda":  # the device that the worker exposes; a launcher may have set LOCAL_RANK
-        torch.cuda.set_device(0)
+        set_nccl_environment()
+        # With a device id NCCL connects here and not in the first collective.
+        backend, device_id = "cpu:gloo,cuda:nccl", torch.device("cuda", 0)
+        torch.cuda.set_device(device_id)
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    within = timedelta(seconds=rendezvous.collective_timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    within = timedelta(seconds=rendezvous.form_timeout_s)
     before = _list_endpoints(listener)
     # Store keys begin with the number of groups that a process has started to create. Only some
     # ranks may have started a failed group, and would then wait for the others for ever.
     _world.group_count = 0
+    store: Store | None = None
     try:
         store = open_rendezvous_store(rendezvous.rendezvous_url, ranks, within, listener)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=within)
+        store.set(_name_arrival_key(rank), "")
+        about = backend, None, within, ranks, rank, store
+        dist.init_process_group(*about, device_id=device_id)
+        _set_pg_timeout(timedelta(seconds=rendezvous.collective_timeout_s))
         group = init_device_mesh(device, (ranks,))
     except RuntimeError as error:
-        raise RankLost(f"rank {rank} could not join the group: {error}") from error
+        absent = _list_absent_ranks(store, ranks)
+        leave_group()
+        why = f"rank {', '.join(map(str, absent))} has not come" if absent else str(error)
+        raise RankLost(
+            f"rank {rank} could not join the group of {ranks} ranks within "
+            f"{rendezvous.form_timeout_s:g} s: {why}"
+        ) from error
     try:
         reject_unauthenticated_peers(rendezvous, rank, find_listen_addresses() - before)
     except RankLost:
@@ -104,6 +120,20 @@ def reject_unauthenticated_peers(
         )
 
 
+def _name_arrival_key(rank: int) -> str:
+    return f"arrived-{rank}"
+
+
+def _list_absent_ranks(store: Store | None, ranks: int) -> list[int]:
+    """Return the ranks that have not opened the store; none if the store is not there."""
+    if store is None:
+        return []
+    try:
+        return [rank for rank in range(ranks) if not store.check([_name_arrival_key(rank)])]
+    except RuntimeError:  # rank 0, which serves it, has left
+        return []
+
+
 def _list_endpoints(listener: socket.socket | None) -> Set[SocketAddress]:
     """Return the addresses where this process listens, except the rendezvous's listener."""
     if listener is None:
@@ -116,11 +146,6 @@ def leave_group() -> None:
     """Leave the process group, even while a collective waits for a lost rank."""
     if dist.is_initialized():
         _abort_process_group()
-
-
-def is_collective_error(error: RuntimeError) -> bool:
-    """Return True if a failed collective raised `error`; gloo's errors name its source file."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def make_filler_bin(like: Bin) -> Bin:
@@ -146,6 +171,7 @@ class Rank:
     """Rank that executes the core's orders, in a group that is formed again after a loss."""
 
     _emulation: ZebraEmulation | None = None  # pads tasks to a declared accelerator
+    _state_bytes = 0
 
     def __init__(
         self,
@@ -156,15 +182,18 @@ class Rank:
         division: RoundDivision | None = None,
         emulation: ZebraEmulation | None = None,
         emulated_bins: EmulatedBins | None = None,
+        state_bytes: int = 0,
     ) -> None:
         """Create a rank in no group.
 
         `emulation` pads the learner's tasks to a declared accelerator's speed; `emulated_bins` pads
-        passes over whole bins.
+        passes over whole bins. `state_bytes`: of the whole model and its optimizer.
         """
         self._make_learner, self.rank, self.ranks, self._device = make_learner, rank, ranks, device
         self.division: RoundDivision = division or EvenDivision(ranks)
         self._emulation, self._emulated_bins = emulation, emulated_bins
+        self._state_bytes = state_bytes
+        self._group: tuple[DeviceMesh, Rendezvous] | None = None
         self._learner: Learner | None = None
         self._gradients = GradientSum()
 
@@ -188,9 +217,16 @@ class Rank:
         interface: str = network_interface.LOOPBACK,
         listener: socket.socket | None = None,
     ) -> None:
-        """Join the group and create the model; its weights must then be loaded."""
-        before = _list_endpoints(listener)
-        mesh = join_group(rendezvous, self.rank, self.ranks, self._device, interface, listener)
+        """Join the group; `create_model` comes next, and its weights must then be loaded."""
+        about = self.rank, self.ranks, self._device, interface, listener
+        self._group = join_group(rendezvous, *about), rendezvous
+
+    def create_model(self) -> None:
+        """Create the model in the group with the initial values of this rank's rows."""
+        if self._group is None:
+            raise Refused(f"rank {self.rank} is in no group", where="trainer")
+        mesh, rendezvous = self._group
+        before = find_listen_addresses()
         self._learner = self._make_learner(mesh)
         try:  # the learner may have created groups of its own
             reject_unauthenticated_peers(rendezvous, self.rank, find_listen_addresses() - before)
@@ -200,7 +236,7 @@ class Rank:
         self.begin_step()
 
     def leave(self) -> None:
-        learner, self._learner = self._learner, None
+        learner, self._learner, self._group = self._learner, None, None
         if learner is not None:
             learner.close()
         leave_group()
@@ -244,6 +280,11 @@ class Rank:
             if self._emulated_bins is not None
             else nullcontext()
         )
+
+    @property
+    def state_timeout_s(self) -> float:
+        """Deadline to create or read the rows of a state."""
+        return compute_state_timeout_s(self._state_bytes)
 
     @property
     def late_counts(self) -> Mapping[str, int]:

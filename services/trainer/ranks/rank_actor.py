@@ -12,7 +12,7 @@ from meshrl.common.api import ranks as orders
 from meshrl.common.api.calls.role import SetTier, TierUsage
 from meshrl.common.api.ranks import (
     COMPUTE_TIMEOUT_S,
-    FORM_TIMEOUT_S,
+    FORM_MARGIN_S,
     STATE_TRANSFER_TIMEOUT_S,
     UPDATE_SETTINGS_TIMEOUT_S,
     Ranks,
@@ -250,7 +250,13 @@ class RankActor(Actor):
             if wide
             else network_interface.LOOPBACK
         )
-        await self._thread.run(self._rank.join, rendezvous, interface, deadline_s=FORM_TIMEOUT_S)
+        within_s = rendezvous.form_timeout_s + FORM_MARGIN_S
+        await self._thread.run(self._rank.join, rendezvous, interface, deadline_s=within_s)
+
+    @call(Ranks.create_model)
+    async def create_model(self, order: orders.CreateModel) -> None:
+        self._check_generation(order.generation)
+        await self._thread.run(self._rank.create_model, deadline_s=order.timeout_s)
 
     @call(Ranks.begin_step)
     def begin_step(self, order: orders.RankOrder) -> None:
@@ -354,7 +360,7 @@ class RankActor(Actor):
             self._rank.learner.scatter_weights,
             order.tensor_names,
             None,
-            deadline_s=STATE_TRANSFER_TIMEOUT_S,
+            deadline_s=self._rank.state_timeout_s,
         )
 
     def _check_generation(self, generation: int) -> None:

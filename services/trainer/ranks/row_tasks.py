@@ -194,7 +194,7 @@ class RowRestorer(_RowTask[RankFault]):
             own = self._rank.learner.get_rows(self._rank.learner.get_meta_tensors(False))
             fill = await make_row_filler(mesh, self._bulk, order.manifest, saved, own)
             await self._run(
-                self._rank.learner.restore, saved, fill, deadline_s=STATE_TRANSFER_TIMEOUT_S
+                self._rank.learner.restore, saved, fill, deadline_s=self._rank.state_timeout_s
             )
 
 

@@ -1,8 +1,10 @@
 """Lanes of a zebra gang, which carry rows to experts and back.
 
 Each lane is a thread with its own process group, so that both directions transfer while the rank
-computes. A lane runs its exchanges one by one, in an order that all ranks know. On a GPU it has its
-own stream, and consumers of received rows wait for an event of that stream.
+computes. A lane runs its exchanges one by one. All ranks launch the exchanges of both lanes in one
+order (`order_exchanges`), because NCCL may deadlock otherwise. On a GPU a lane has its own stream,
+and consumers of received rows wait for an event of that stream. Numbers of rows travel through the
+host's memory (gloo), so that no rank synchronizes with its GPU to learn the size of a transfer.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from meshrl.common.base.errors import RankLost
 from meshrl.services.trainer.zebra.zebra_emulation import ZebraEmulation
 
 MIN_TRANSFER_S = 1e-6  # of an emulated transfer
+COUNTS_TAG = 1  # of messages with counts; rows have 0
+POLL_S = 1e-4  # between two queries of a transfer on a GPU
 WAKE_UP_S = 3e-4  # time that a sleeping thread takes to wake up
 
 
@@ -35,11 +39,12 @@ class ExchangeKey(NamedTuple):
 class Exchange:
     """Rows that this rank sends and receives in one step of a lane.
 
-    `sent_counts` (int64 [experts of the receiver]) precede the rows if the receiver cannot know
-    their number. Otherwise `get_receive_sizes` returns the rows per sender before they arrive.
+    Counts (int64 [experts of the receiver]) precede the rows if the receiver cannot know their
+    number. Otherwise `get_receive_sizes` returns the rows per sender before they arrive.
     """
 
     key: ExchangeKey
+    turn: int  # number of exchanges that this rank launches before it, in both lanes
     needs_input: bool  # until `ExchangeLane.send` or `ExchangeLane.mark_ready`
     sends_counts: bool  # whether counts precede rows
     source_ranks: Mapping[int, int]  # ranks that send to this one: the length of their counts
@@ -47,7 +52,6 @@ class Exchange:
     dtype: torch.dtype
     get_receive_sizes: Callable[[], Mapping[int, int]] = dict
     sent_rows: Mapping[int, Tensor] = field(default_factory=dict)  # by rank
-    sent_counts: Mapping[int, Tensor] = field(default_factory=dict)
     received_rows: dict[int, Tensor] = field(default_factory=dict)  # until the caller takes them
     received_counts: dict[int, Tensor] = field(default_factory=dict)
 
@@ -60,6 +64,7 @@ class RoundSync:
         self.now = clock.monotonic
         self._deadline_s = deadline_s
         self._failure: BaseException | None = None
+        self._launched = 0  # exchanges of both lanes in this round
 
     def fail(self, error: BaseException) -> None:
         """Record a failure and end all waits of this round."""
@@ -74,6 +79,27 @@ class RoundSync:
             raise self._failure
         if not found:
             raise RankLost(f"{description} took longer than {self._deadline_s:g} s")
+
+    @contextmanager
+    def take_turn(self, turn: int, description: str) -> Iterator[None]:
+        """Launch an exchange within the block, after the exchanges with earlier turns."""
+        with self.condition:
+            self.wait(lambda: self._launched == turn, f"the turn of {description}")
+        yield
+        with self.condition:
+            self._launched += 1
+            self.condition.notify_all()
+
+    def poll(self, is_done: Callable[[], bool], description: str) -> None:
+        """Wait for an event of a GPU; raise as `wait` does."""
+        until_s = self.now() + self._deadline_s
+        while not is_done():
+            with self.condition:
+                if self._failure is not None:
+                    raise self._failure
+                if self.now() > until_s:
+                    raise RankLost(f"{description} took longer than {self._deadline_s:g} s")
+                self.condition.wait(POLL_S)
 
     def sleep_until(self, until_s: float) -> None:
         """Sleep until a monotonic time; the last moments are a busy wait."""
@@ -105,6 +131,7 @@ class ExchangeLane:
         self._ready_events: dict[ExchangeKey, Any] = {}
         self._done_events: dict[ExchangeKey, Any] = {}
         self._exchanges: dict[ExchangeKey, Exchange] = {}
+        self._count_sends: list[Any] = []  # works that hold the counts
         self.transfers: list[tuple[float, float]] = []  # when this rank sent
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -127,7 +154,9 @@ class ExchangeLane:
             sync.fail(error)  # a thread that waits in the group ends with this
             raise
         thread.join()
-        self._exchanges = {}
+        for work in self._count_sends:
+            work.wait()
+        self._exchanges, self._count_sends = {}, []
 
     def send(
         self,
@@ -135,9 +164,11 @@ class ExchangeLane:
         rows: Mapping[int, Tensor],
         counts: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """Provide the rows that this rank sends in an exchange, by rank."""
-        exchange = self._exchanges[key]
-        exchange.sent_rows, exchange.sent_counts = rows, counts or {}
+        """Provide the rows that this rank sends in an exchange, by rank; send their counts."""
+        for rank, some in sorted((counts or {}).items()):
+            about = dist.get_global_rank(self._group, rank), self._group, COUNTS_TAG
+            self._count_sends.append(dist.isend(some, *about))
+        self._exchanges[key].sent_rows = rows
         self.mark_ready(key)
 
     def mark_ready(self, key: ExchangeKey) -> None:
@@ -155,7 +186,7 @@ class ExchangeLane:
         if event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(event)
-            for tensor in (*exchange.received_rows.values(), *exchange.received_counts.values()):
+            for tensor in exchange.received_rows.values():
                 tensor.record_stream(stream)
         rows, exchange.received_rows = exchange.received_rows, {}
         return rows, exchange.received_counts
@@ -185,55 +216,64 @@ class ExchangeLane:
                 sync.wait(lambda: exchange.key in self._ready_events, f"input of {self._name}")
             if self._stream is not None:
                 self._stream.wait_event(self._ready_events[exchange.key])
-        began_s = sync.now()
+        if exchange.sends_counts:
+            exchange.received_counts = self._receive_counts(exchange.source_ranks)
         wanted_s = 0.0
         if self._emulation is not None and exchange.sent_rows:
-            wanted_s = self._emulation.predict_transfer_s(
-                sum(map(len, exchange.sent_rows.values()))
-            )
+            rows = sum(map(len, exchange.sent_rows.values()))
+            wanted_s = self._emulation.predict_transfer_s(rows)
+        with sync.take_turn(exchange.turn, f"{self._name} of {exchange.key}"):
+            works = [] if wanted_s > MIN_TRANSFER_S else self._launch(exchange)
         if self._emulation is not None and wanted_s > MIN_TRANSFER_S:
+            # The declared link is busy from the turn on; the real transfer takes no time.
+            began_s = sync.now()
             sync.sleep_until(began_s + wanted_s)
             self._emulation.record(wanted_s, sync.now() - began_s)
             self.transfers.append((began_s, sync.now()))
-        self._transfer_rows(exchange)
+            works = self._launch(exchange)
+        for work in works:
+            work.wait()  # on a GPU only the stream waits
+        event = self._record_event()
         with sync.condition:
-            self._done_events[exchange.key] = self._record_event()
+            self._done_events[exchange.key] = event
             sync.condition.notify_all()
+        if event is not None:
+            sync.poll(event.query, f"{self._name} of {exchange.key}")
 
-    def _transfer_rows(self, exchange: Exchange) -> None:
+    def _receive_counts(self, lengths: Mapping[int, int]) -> dict[int, Tensor]:
+        """Return the counts of an exchange's incoming rows, by rank, in host memory."""
+        came = {rank: torch.empty(n, dtype=torch.int64) for rank, n in lengths.items()}
+        group = self._group
+        works = [
+            dist.irecv(counts, dist.get_global_rank(group, rank), group, COUNTS_TAG)
+            for rank, counts in came.items()
+        ]
+        for work in works:
+            work.wait()  # up to the group's deadline
+        return came
+
+    def _launch(self, exchange: Exchange) -> list[Any]:
+        """Start to send and receive the rows, all at once; return the works to wait for."""
         sizes = exchange.get_receive_sizes()
         if exchange.sends_counts:
-            lengths = {rank: (n,) for rank, n in exchange.source_ranks.items()}
-            exchange.received_counts = self._send_and_receive(
-                exchange.sent_counts, lengths, torch.int64
-            )
             sizes = {rank: int(counts.sum()) for rank, counts in exchange.received_counts.items()}
-        shapes = {rank: (sizes[rank], exchange.row_width) for rank in exchange.source_ranks}
-        exchange.received_rows = self._send_and_receive(exchange.sent_rows, shapes, exchange.dtype)
-        exchange.sent_rows, exchange.sent_counts = {}, {}
-
-    def _send_and_receive(
-        self,
-        outgoing: Mapping[int, Tensor],
-        shapes: Mapping[int, tuple[int, ...]],
-        dtype: torch.dtype,
-    ) -> dict[int, Tensor]:
-        """Send tensors and receive others, all at once; return those received, by rank."""
-        came = {
-            rank: torch.empty(shape, dtype=dtype, device=self._device)
-            for rank, shape in shapes.items()
+        exchange.received_rows = came = {
+            rank: torch.empty(
+                (sizes[rank], exchange.row_width), dtype=exchange.dtype, device=self._device
+            )
+            for rank in exchange.source_ranks
         }
         group, rank_of = self._group, dist.get_global_rank
-        sent = {rank: tensor.contiguous() for rank, tensor in outgoing.items()}
+        sent = {rank: tensor.contiguous() for rank, tensor in exchange.sent_rows.items()}
         ops = [
             dist.P2POp(operation, tensor, rank_of(group, rank), group)
             for operation, tensors in ((dist.isend, sent), (dist.irecv, came))
             for rank, tensor in sorted(tensors.items())
             if tensor.numel()
         ]
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            work.wait()
+        works = dist.batch_isend_irecv(ops) if ops else []
         if self._stream is not None:
-            for tensor in outgoing.values():
+            for tensor in exchange.sent_rows.values():
                 tensor.record_stream(self._stream)
-        return came
+        exchange.sent_rows = {}
+        return works

@@ -37,7 +37,7 @@ def run_forward(
     """
     sources = sorted(rows)
     # [attention ranks, experts here]
-    received_counts = torch.stack([counts[rank] for rank in sources])
+    received_counts = torch.stack([counts[rank] for rank in sources]).to(rows[sources[0]].device)
     order = order_by_expert(received_counts)
     inputs = torch.cat([rows[rank] for rank in sources]).index_select(0, order)
     graph = keep_graph and not recompute

@@ -172,8 +172,14 @@ class ZebraLearner(RowShardedLearner):
         groups = [dist.new_group(every, timeout=within) for _ in range(2)]
         attends = rank < division.attention_ranks
         among = DeviceMesh.from_group(attention, mesh.device_type) if attends else None
-        keep_own_rows(model, rank, owners, among)
         device = torch.device(mesh.device_type)
+        # All groups connect before rows are read: ranks may take minutes for that.
+        dispatch, combine = groups
+        lanes = (
+            ExchangeLane("dispatch", dispatch, device, emulation),
+            ExchangeLane("combine", combine, device, emulation),
+        )
+        keep_own_rows(model, rank, owners, among)
         model.to_empty(device=device)
         initialize_rows(model, rank, owners, shapes, context.initial_parameters, 0)
         super().__init__(model, settings, mesh.get_group(), owners, shapes)
@@ -181,11 +187,6 @@ class ZebraLearner(RowShardedLearner):
             model, shapes, dtype, device, attention if attends else None
         )
         fuse_pointwise(self._sharded_copy.model)
-        dispatch, combine = groups
-        lanes = (
-            ExchangeLane("dispatch", dispatch, device, emulation),
-            ExchangeLane("combine", combine, device, emulation),
-        )
         self._pieces = DecoderPieces(self._sharded_copy.model)
         self.zebra_round = ZebraRound(
             owners, rank, self._pieces, lanes, deadline_s, recompute, emulation

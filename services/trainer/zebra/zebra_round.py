@@ -15,9 +15,11 @@ from torch import Tensor
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.hardware.zebra.schedule import (
+    LaneKind,
     ScheduledTask,
     TaskKind,
     order_attention_tasks,
+    order_exchanges,
     order_expert_tasks,
 )
 from meshrl.common.model.network.moe import invert_permutation
@@ -49,7 +51,7 @@ class SortedRouting:
 
     order: Tensor  # int64 [n * k]: choices, sorted by expert
     inverse: Tensor  # int64 [n * k]: its inverse
-    expert_counts: dict[int, Tensor]  # int64 [experts of the rank], by rank
+    expert_counts: dict[int, Tensor]  # int64 [experts of the rank] in host memory, by rank
     row_counts: dict[int, int]  # rows, by rank
 
 
@@ -123,13 +125,7 @@ class ZebraRound:
         self._expert_passes, self._own_rows, self._own_outputs = {}, {}, {}
         self.spans = []
         self._sync = shared = RoundSync(self._clock, self._deadline_s)
-        keys = [
-            ExchangeKey(t.backward, t.layer, t.micro_batch)
-            for t in order_expert_tasks(self._moe_layer_count, micro_batch_count)
-        ]
-        keys = [key for key in keys if not (forward_only and key.is_backward)]
-        dispatched = [one for key in keys if (one := self._make_dispatch(key))]
-        combined = [one for key in keys if (one := self._make_combine(key))]
+        exchanges = self._make_exchanges(micro_batch_count, forward_only)
         here = [
             own.stop > own.start for own in map(self._get_own_experts, range(self._moe_layer_count))
         ]
@@ -142,8 +138,8 @@ class ZebraRound:
                 if here[task.layer]
             ]
         with (
-            self._dispatch.run_round(dispatched, shared),
-            self._combine.run_round(combined, shared),
+            self._dispatch.run_round(exchanges[LaneKind.DISPATCH], shared),
+            self._combine.run_round(exchanges[LaneKind.COMBINE], shared),
         ):
             for task in order:
                 if forward_only and task.backward:
@@ -275,11 +271,11 @@ class ZebraRound:
         flat = expert_ids.flatten()
         order = flat.argsort(stable=True)
         owners = self._ownership
-        every = torch.bincount(flat, minlength=owners.experts_per_layer)
+        # Copied once: it synchronizes with the GPU.
+        every = torch.bincount(flat, minlength=owners.experts_per_layer).cpu()
         own = {rank: owners.get_experts(moe_layer, rank) for rank in owners.list_owners(moe_layer)}
-        known = every.tolist()  # once: it synchronizes with the GPU
         counts = {rank: every[experts] for rank, experts in own.items()}
-        sizes = {rank: sum(known[experts]) for rank, experts in own.items()}
+        sizes = {rank: int(some.sum()) for rank, some in counts.items()}
         return SortedRouting(order, invert_permutation(order), counts, sizes)
 
     def _receive_combined(
@@ -351,7 +347,24 @@ class ZebraRound:
         own = self._get_own_experts(moe_layer)
         return own.stop > own.start and bool(self._list_other_attention_ranks())
 
-    def _make_dispatch(self, key: ExchangeKey) -> Exchange | None:
+    def _make_exchanges(
+        self, micro_batch_count: int, forward_only: bool
+    ) -> dict[LaneKind, list[Exchange]]:
+        """Return the exchanges in which this rank takes part, by lane, in the order of launches."""
+        hosted = [count > 0 for count in self._ownership.hosted_experts]
+        make = {LaneKind.DISPATCH: self._make_dispatch, LaneKind.COMBINE: self._make_combine}
+        found: dict[LaneKind, list[Exchange]] = {lane: [] for lane in LaneKind}
+        turn = 0
+        for lane, *about in order_exchanges(self._moe_layer_count, micro_batch_count, hosted):
+            key = ExchangeKey(*about)
+            if forward_only and key.is_backward:
+                continue
+            if (exchange := make[lane](key, turn)) is not None:
+                found[lane].append(exchange)
+                turn += 1
+        return found
+
+    def _make_dispatch(self, key: ExchangeKey, turn: int) -> Exchange | None:
         """Return the dispatch exchange, or None if this rank takes no part."""
         mixture = key.moe_layer
         here = self._get_own_experts(mixture)
@@ -366,9 +379,9 @@ class ZebraRound:
 
         known = sizes if key.is_backward else dict
         about = sources, self._hidden_size, self._dtype, known
-        return Exchange(key, self._has_attention, not key.is_backward, *about)
+        return Exchange(key, turn, self._has_attention, not key.is_backward, *about)
 
-    def _make_combine(self, key: ExchangeKey) -> Exchange | None:
+    def _make_combine(self, key: ExchangeKey, turn: int) -> Exchange | None:
         _, mixture, j = key
         others = [rank for rank in self._ownership.list_owners(mixture) if rank != self._rank]
         sources = dict.fromkeys(others, 0) if self._has_attention else {}
@@ -382,4 +395,4 @@ class ZebraRound:
             }
 
         about = sources, self._hidden_size, self._dtype, sizes
-        return Exchange(key, True, False, *about)
+        return Exchange(key, turn, True, False, *about)

@@ -366,6 +366,9 @@ class VectorRank(_VectorState, Rank):
         self._reset()
         self.begin_step()
 
+    def create_model(self) -> None:
+        self._require_group()
+
     def leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:

@@ -108,7 +108,9 @@ def train_all(
     torch.set_num_threads(1)
     for variant in listeners:
         rank = Rank(partial(sharded_learner, variant), number, ranks, "cpu")
-        rank.join(Rendezvous(1, str(directory / f"{variant}-first"), scaled(60.0)))
+        first = str(directory / f"{variant}-first")
+        rank.join(Rendezvous(1, first, scaled(60.0), form_timeout_s=scaled(60.0)))
+        rank.create_model()
         assert_begins_whole(rank, variant, directory / f"{variant}-begun")
         load_received_weights(rank, given_weights(variant))
         norms = []
@@ -118,8 +120,10 @@ def train_all(
                 save_rows_of(rank, halfway)
                 rank.leave()
                 listener = listeners[variant]
-                second = Rendezvous(2, format_rendezvous_url(listener, variant), scaled(60.0))
+                where, within_s = format_rendezvous_url(listener, variant), scaled(60.0)
+                second = Rendezvous(2, where, within_s, form_timeout_s=within_s)
                 rank.join(second, "lo", listener if number == 0 else None)
+                rank.create_model()
                 restore(rank, halfway)
             norms.append(train(rank, step, variant, directory))
         exit_file = directory / f"{variant}-ended"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Set
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ import pytest
 
 from meshrl.common.api.calls.role import TierUsage
 from meshrl.common.api.ranks import (
+    STATE_TRANSFER_TIMEOUT_S,
     AddGradient,
     BinScores,
     RankFault,
@@ -53,7 +55,7 @@ from meshrl.services.trainer.gang.gang_compute import GangCompute
 from meshrl.services.trainer.gang.rank_group import RankGroup
 from meshrl.services.trainer.gang.state_writers import GangStateWriter, LocalStateWriter
 from meshrl.services.trainer.learner.stats import BinStats
-from meshrl.services.trainer.ranks.rank import Rank, is_collective_error, join_group
+from meshrl.services.trainer.ranks.rank import Rank, join_group
 from meshrl.services.trainer.sharding.learners import FsdpLearner
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
@@ -70,8 +72,8 @@ class FirstRank(Rank):
     def join(
         self, rendezvous: Rendezvous, interface: str = "lo", listener: socket.socket | None = None
     ) -> None:
-        self._learner = self._make_learner(join_group(rendezvous, 0, 1, "cpu", interface, listener))
-        self.begin_step()
+        mesh = join_group(rendezvous, 0, 1, "cpu", interface, listener)
+        self._group = mesh, rendezvous
 
 
 class OtherRank(Actor):
@@ -132,7 +134,7 @@ class Gang:
         def make(group: Any) -> FsdpLearner:
             return sharded_learner("plain", group)
 
-        self.other, self.directory = other, directory
+        self.mesh, self.other, self.directory = mesh, other, directory
         self.rank = FirstRank(make, 0, 2, "cpu")
         self.compute = GangCompute(
             mesh, JOB, self.rank, rendezvous_dir=directory, collective_timeout_s=scaled(20.0)
@@ -421,11 +423,41 @@ async def test_unreadable_gradient_ends_the_group_with_an_error(
     assert gang.has_group
 
 
-def test_only_collective_errors_indicate_a_lost_rank() -> None:
-    assert is_collective_error(
-        RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed")
-    )
-    assert not is_collective_error(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
+class SlowRank(FirstRank):
+    """Rank that forms at once, and creates its model when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: None, 0, 2, "cpu")  # type: ignore[arg-type, return-value]
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def join(self, *_: Any) -> None:
+        pass
+
+    def create_model(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(scaled(60.0))
+
+
+async def test_slow_weight_reading_does_not_disband_a_formed_group(gang: Gang) -> None:
+    async def prepare(_: Set[int]) -> None:
+        pass
+
+    losses: list[str] = []
+    rank, form_timeout_s = SlowRank(), scaled(0.3)
+    about = gang.mesh, JOB, rank, gang.directory, scaled(20.0), prepare, lambda: losses.append("")
+    group = RankGroup(*about, form_timeout_s=form_timeout_s)
+    forming = asyncio.create_task(group.form())
+    try:
+        assert await asyncio.to_thread(rank.begun.wait, scaled(60.0))
+        losses.clear()
+        await asyncio.sleep(2 * form_timeout_s)
+        assert not forming.done() and not losses
+    finally:
+        rank.may_end.set()
+    await forming
+    assert not losses and group.generation
+    assert len(gang.other.ordered["create_model"]) == 2  # the fixture's group, and this one
+    assert gang.other.ordered["create_model"][-1].timeout_s >= STATE_TRANSFER_TIMEOUT_S
 
 
 class ProcessMemory:

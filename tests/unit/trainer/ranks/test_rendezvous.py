@@ -38,7 +38,7 @@ from meshrl.services.trainer.ranks.rank import join_group, leave_group
 MEETS_S = float(sys.argv[3])
 
 def at(name, within_s):
-    return Rendezvous(1, f"{sys.argv[1]}/{name}", within_s)
+    return Rendezvous(1, f"{sys.argv[1]}/{name}", within_s, form_timeout_s=within_s)
 
 def alone(chosen):
     os.environ.update(chosen)
@@ -183,7 +183,8 @@ def stranger(port, tell, user, source):
     signal.pause()
 
 def meet(name, addresses, user, source):
-    meeting = Rendezvous(1, f"{sys.argv[1]}/{name}", float(sys.argv[2]), addresses)
+    within_s = float(sys.argv[2])
+    meeting = Rendezvous(1, f"{sys.argv[1]}/{name}", within_s, addresses, within_s)
     first = forked(rank, meeting, 0)
     told, tell = os.pipe()
     other = forked(stranger, port_of(first), tell, user, source)

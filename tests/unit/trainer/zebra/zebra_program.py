@@ -35,7 +35,8 @@ def run_case(rank: int, directory: Path, name: str) -> None:
     torch.set_num_threads(1)
     case = CASES[name]
     place = str(directory / f"{name}-meeting")
-    mesh = join_group(Rendezvous(1, place, scaled(DEADLINE_S)), rank, RANKS, "cpu")
+    rendezvous = Rendezvous(1, place, scaled(DEADLINE_S), form_timeout_s=scaled(DEADLINE_S))
+    mesh = join_group(rendezvous, rank, RANKS, "cpu")
     with torch.device("meta"):
         model = Decoder(case.config)
     settings = LearnerSettings(OPTIMIZER, ALGORITHM, dtype=case.dtype)
