@@ -2,16 +2,20 @@
 
 They are forks of one process. Each computes the rounds of each case of `cases` twice, and writes
 its rows of the gradients, the statistics of its bins and, after a step, its rows of the weights.
+It also writes the order in which it launched transfers with each other rank. One lane of some ranks
+is slow to launch.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch._dynamo  # DTensor's import costs each process two CPU-seconds
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from meshrl.common.api.ranks import Rendezvous
@@ -31,6 +35,31 @@ ROUNDS = 2
 DEADLINE_S = 60.0
 
 
+SLOW_LAUNCH_S = 0.005
+
+
+class LaunchRecorder:
+    """Wrapper of point-to-point launches that records them in order, and delays those of a lane."""
+
+    def __init__(self, rank: int) -> None:
+        names = dist.distributed_c10d._world.pg_names
+        self._lanes = sorted(names, key=names.__getitem__)[-2:]  # dispatch, combine
+        self._slow_lane, self._launch = rank % 2, dist.batch_isend_irecv
+        self._launches: list[tuple[int, int]] = []  # peer, lane
+        dist.batch_isend_irecv = self
+
+    def __call__(self, ops: list[dist.P2POp]) -> list[dist.Work]:
+        lane = self._lanes.index(ops[0].group)
+        if lane == self._slow_lane:
+            time.sleep(SLOW_LAUNCH_S)
+        self._launches += sorted({(op.peer, lane) for op in ops})
+        return self._launch(ops)
+
+    def list_lanes(self, peer: int) -> torch.Tensor:
+        """Return the lanes of all launches with a peer, in order."""
+        return torch.tensor([lane for other, lane in self._launches if other == peer])
+
+
 def run_case(rank: int, directory: Path, name: str) -> None:
     torch.set_num_threads(1)
     case = CASES[name]
@@ -42,7 +71,10 @@ def run_case(rank: int, directory: Path, name: str) -> None:
     settings = LearnerSettings(OPTIMIZER, ALGORITHM, dtype=case.dtype)
     gang = RankContext(mesh, RandomParameters(case.config, SEED), scaled(DEADLINE_S))
     learner = ZebraLearner(model, settings, gang, case.shape, case.again)
-    save_file(compute_case(learner, case, rank), directory / f"{name}-{rank}.safetensors")
+    recorder = LaunchRecorder(rank)
+    made = compute_case(learner, case, rank)
+    made |= {f"launches.{peer}": recorder.list_lanes(peer) for peer in range(RANKS)}
+    save_file(made, directory / f"{name}-{rank}.safetensors")
     leave_group()
 
 
