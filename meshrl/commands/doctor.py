@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus import nccl_environment
 from meshrl.common.job.config import SandboxConfig
 from meshrl.common.job.isolation.runners import RUNSC
 from meshrl.common.mesh.process import container
@@ -86,6 +87,7 @@ def run_checks() -> Iterator[Finding]:
         _check_memory,
         _check_gpu,
         _check_gpu_backend,
+        _check_nccl,
     ]
     if contained := container.detect_container():
         yield _describe_container(contained)
@@ -302,3 +304,15 @@ def _check_cuda_kernels() -> Finding:
     found = "; ".join(filter(None, [reason, f"no {', no '.join(missing_tools)} to compile them"]))
     fix = "Install nvcc and ninja, or run `python -m meshrl.kernels FOLDER --cuda` where they are"
     return Finding(NOTE, CUDA_KERNELS, found, f"{fix} and set $MESHRL_NATIVE to the folder")
+
+
+def _check_nccl() -> Finding:
+    """Return the variables of NCCL that ranks on GPUs add, or the one that would end them."""
+    try:
+        added = nccl_environment.complete_nccl_environment(os.environ)
+    except ConfigError as error:
+        return Finding(NOTE, "nccl", error.message, error.fix)
+    own = sorted(name for name in nccl_environment.VALUES if name not in added)
+    found = ", ".join(f"{name}={value}" for name, value in added.items())
+    kept = f"; from the environment: {', '.join(own)}" if own else ""
+    return Finding(OK, "nccl", f"ranks on GPUs set {found}{kept}")

@@ -26,7 +26,11 @@ from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.chunks.chunk_store import ChunkStore
 from meshrl.common.weights.store import chunk_cache
 from meshrl.common.weights.store.weight_store_client import look_up_store
-from meshrl.common.weights.transports.collective import BroadcastGroup, choose_gloo_interface
+from meshrl.common.weights.transports.collective import (
+    STOP_TIMEOUT_S,
+    BroadcastGroup,
+    choose_gloo_interface,
+)
 from meshrl.common.weights.transports.rendezvous import (
     format_rendezvous_url,
     open_listener,
@@ -178,7 +182,7 @@ class Broadcaster:
             try:
                 await run(sending.run, store, deadline_s=BROADCAST_TIMEOUT_S)
             finally:
-                sending.stop()
+                await run(sending.stop, deadline_s=STOP_TIMEOUT_S)
         mesh.telemetry.count("broadcasts")
         mesh.telemetry.count("broadcast_bytes", sum(here.values()))
 

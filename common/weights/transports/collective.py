@@ -24,6 +24,7 @@ from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.errors import PeerLost, Refused
 from meshrl.common.base.host.listen_addresses import WILDCARD_HOSTS, parse_listen_address
 from meshrl.common.base.host.settings import MeshSettings, parse_advertised_host
+from meshrl.common.hardware.gpus.nccl_environment import set_nccl_environment
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.weights.chunks.chunk_store import ChunkStore
 from meshrl.common.weights.store import chunk_cache
@@ -31,11 +32,10 @@ from meshrl.common.weights.store.chunk_cache import VersionToFetch
 from meshrl.common.weights.transports.rendezvous import open_rendezvous_store
 
 MAX_IN_FLIGHT = 2  # transfers at once: one moves while the previous one is hashed and written
-# NCCL's own watchdog would end an engine's process when a member is lost.
-NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
 LOCK_NAME = "broadcast"
 IO_TIMEOUT_S = 10.0  # to check which chunks this host has
 BROADCAST_TIMEOUT_S = 600.0  # for a whole broadcast
+STOP_TIMEOUT_S = 30.0  # to abort a group; `ncclCommAbort` waits for the device
 
 
 def choose_gloo_interface(settings: MeshSettings) -> dict[str, str]:
@@ -80,12 +80,13 @@ class BroadcastGroup:
         """Join the group at `store`.
 
         `max_wait_s` of the plan limits this and each later wait. PeerLost: a member is missing.
+        ConfigError: a variable of NCCL would end this process when a member is lost.
         """
         known = PrefixStore(self._sender.group, store)
         about = known, self._plan.rank, self._plan.world_size
         with _as_peer_lost(f"the rendezvous of {self._plan.world_size} members failed"):
             if self._plan.backend == "nccl":
-                os.environ.update(NCCL_ENVIRONMENT)
+                set_nccl_environment()
                 options: Any = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._timeout
                 self._group = dist.ProcessGroupNCCL(*about, options)
@@ -121,7 +122,8 @@ class BroadcastGroup:
 
     def _wait_for_work(self, work: Any, tensor: torch.Tensor) -> torch.Tensor:
         with _as_peer_lost("a broadcast of weights ended early"):
-            work.wait(self._timeout)
+            work.wait(self._timeout)  # with a deadline NCCL blocks the host too
+        self.check_not_stopped()  # an aborted NCCL broadcast ends without an error
         return tensor
 
     def check_not_stopped(self) -> None:
@@ -197,7 +199,7 @@ class CollectiveTransport:
             await asyncio.gather(*receiving)
         finally:
             for part in parts:
-                part.stop()
+                await run(part.stop, deadline_s=STOP_TIMEOUT_S)
                 mesh.telemetry.count("chunks_fetched", part.received_chunks)
                 mesh.telemetry.count("chunks_fetched_bytes", part.received_bytes)
                 mesh.telemetry.count("chunks_damaged", part.corrupt_chunks)

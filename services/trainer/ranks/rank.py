@@ -193,7 +193,7 @@ class Rank:
         self.division: RoundDivision = division or EvenDivision(ranks)
         self._emulation, self._emulated_bins = emulation, emulated_bins
         self._state_bytes = state_bytes
-        self._group: tuple[DeviceMesh, Rendezvous] | None = None
+        self._formed: tuple[DeviceMesh, Rendezvous] | None = None
         self._learner: Learner | None = None
         self._gradients = GradientSum()
 
@@ -219,13 +219,13 @@ class Rank:
     ) -> None:
         """Join the group; `create_model` comes next, and its weights must then be loaded."""
         about = self.rank, self.ranks, self._device, interface, listener
-        self._group = join_group(rendezvous, *about), rendezvous
+        self._formed = join_group(rendezvous, *about), rendezvous
 
     def create_model(self) -> None:
         """Create the model in the group with the initial values of this rank's rows."""
-        if self._group is None:
+        if self._formed is None:
             raise Refused(f"rank {self.rank} is in no group", where="trainer")
-        mesh, rendezvous = self._group
+        mesh, rendezvous = self._formed
         before = find_listen_addresses()
         self._learner = self._make_learner(mesh)
         try:  # the learner may have created groups of its own
@@ -236,7 +236,7 @@ class Rank:
         self.begin_step()
 
     def leave(self) -> None:
-        learner, self._learner, self._group = self._learner, None, None
+        learner, self._learner, self._formed = self._learner, None, None
         if learner is not None:
             learner.close()
         leave_group()

@@ -35,7 +35,7 @@ class RankThread(SerialExecutor):
     async def run(self, work: Callable[..., T], *args: Any, deadline_s: float) -> T:
         """Run `work` and return its result.
 
-        RankLost if a collective of it fails, or if its groups were left or have failed meanwhile:
+        RankLost if a collective of it fails, or if its groups are left or fail while it runs:
         an aborted NCCL collective raises nothing, and its result is undefined. A process whose GPU
         reports an error exits, because nothing can be computed on that CUDA context any more.
         """

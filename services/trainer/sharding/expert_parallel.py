@@ -103,7 +103,7 @@ class ExpertParallel:
         group = self._expert_group
         ranks, count = group.size(), experts.config.num_experts // group.size()
         counts = torch.diff(expert_ends, prepend=expert_ends.new_zeros(1)).view(ranks, count)
-        received_counts = torch.empty_like(counts)
+        received_counts = torch.zeros_like(counts)  # sizes also if NCCL's transfer is aborted
         dist.all_to_all_single(received_counts, counts, group=group)
         sizes, received_sizes = counts.sum(1).tolist(), received_counts.sum(1).tolist()
         received_rows: Tensor = AllToAll.apply(rows, sizes, received_sizes, group)  # type: ignore[no-untyped-call]

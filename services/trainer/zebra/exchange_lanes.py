@@ -249,6 +249,7 @@ class ExchangeLane:
             for rank, counts in came.items()
         ]
         for work in works:
+            assert work is not None, "this rank is in the group"
             work.wait()  # up to the group's deadline
         return came
 

@@ -355,8 +355,8 @@ class ZebraRound:
         make = {LaneKind.DISPATCH: self._make_dispatch, LaneKind.COMBINE: self._make_combine}
         found: dict[LaneKind, list[Exchange]] = {lane: [] for lane in LaneKind}
         turn = 0
-        for lane, *about in order_exchanges(self._moe_layer_count, micro_batch_count, hosted):
-            key = ExchangeKey(*about)
+        for one in order_exchanges(self._moe_layer_count, micro_batch_count, hosted):
+            lane, key = one.lane, ExchangeKey(one.backward, one.layer, one.micro_batch)
             if forward_only and key.is_backward:
                 continue
             if (exchange := make[lane](key, turn)) is not None:

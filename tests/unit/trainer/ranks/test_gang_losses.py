@@ -73,7 +73,7 @@ class FirstRank(Rank):
         self, rendezvous: Rendezvous, interface: str = "lo", listener: socket.socket | None = None
     ) -> None:
         mesh = join_group(rendezvous, 0, 1, "cpu", interface, listener)
-        self._group = mesh, rendezvous
+        self._formed = mesh, rendezvous
 
 
 class OtherRank(Actor):
