@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
+SERVER_OF_ENGINE = "{} (SGLang)"  # name of the server beside an engine's process, for users
+
 
 class Stats:
     """Stats of one kind of process: a dataclass. Fields that are None are not published."""
@@ -105,6 +107,8 @@ class EngineStats(PauseStats):
     kv: KVStats | None = None
     # transport of the last version, and the reason for it
     weights_transport: dict[str, Any] | None = None
+    # transport of the last version to the SGLang server, and the reason for it
+    server_transport: dict[str, Any] | None = None
     emulated_count: int | None = None  # emulated steps
     late_count: int | None = None  # of these: steps that ended late
     tokens_cached: int | None = None  # found by an SGLang server in its own caches

@@ -304,7 +304,8 @@ class RolloutConfig(ConfigTable):
     # interpreter with SGLang; empty: the one of `meshrl engine install sglang`
     sglang_python: FilePath = ""
     sglang_options: list[str] = field(default_factory=list)  # further flags of its server
-    sglang_weights: Literal["auto", "disk", "tensors", "distributed"] = "auto"  # auto: disk
+    # transport of versions to its server; auto: by the devices of both sides
+    sglang_weights: Literal["auto", "disk", "tensors", "ipc", "distributed"] = "auto"
     # transport of versions to hosts; auto: pull until a broadcast is measured to be faster
     weights: Literal["auto", "pull", "collective"] = "auto"
     broadcast: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl if all members have a GPU

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.client.client import run_request
+from meshrl.common.api.stats import SERVER_OF_ENGINE
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.files.json_lines import iterate_rows
 from meshrl.common.base.files.remote_directory import is_url
@@ -178,6 +179,7 @@ def _format_bytes(size_bytes: int) -> str:
 TRANSPORT_STAT = (
     "weights_way"  # a counter of processes that receive versions, and an event when it changes
 )
+SERVER_STAT = "server_transport"  # the same of an engine that sends versions to its server
 MIB = 1 << 20
 
 
@@ -190,7 +192,7 @@ def explain_transports(run: Path | None, mesh: Path | None, as_json: bool) -> No
     if not found:
         print(
             "no version was transferred: processes on the store's host map its files, and no "
-            "process on another host has received one"
+            "process on another host and no SGLang server has received one"
         )
         return
     table = console_tables.make_table("process", "transport", "bytes", "took", "predicted", "why")
@@ -212,10 +214,12 @@ def _read_received_versions(run: RunLocation) -> list[dict[str, Any]]:
     """Return the last report of each process, by its name."""
     if may_be_running(run.mesh_paths):
         entries = query_mesh(run.mesh_paths, registry.list_entries, ANSWER_TIMEOUT_S)
+        stats = ((TRANSPORT_STAT, "{}"), (SERVER_STAT, SERVER_OF_ENGINE))
         reports = {
-            e.name: e.stats[TRANSPORT_STAT] | {"process": e.name}
-            for e in entries
-            if e.stats.get(TRANSPORT_STAT)
+            (receiver := label.format(entry.name)): entry.stats[stat] | {"process": receiver}
+            for entry in entries
+            for stat, label in stats
+            if entry.stats.get(stat)
         }
     else:
         reports = {

@@ -352,6 +352,7 @@ async def follow_versions(
                 began = mesh.clock.monotonic()
                 await _update_weights(mesh, service, versions, row, merge, merge_policy)
                 took_s = mesh.clock.monotonic() - began
+                await weights.publish_server_transport(job)
                 if traces is not None and weights.manifest == row.manifest:
                     traces.write(
                         _build_pull_trace(mesh, row.version, took_s, service.pauses.last_pause_s)

@@ -201,6 +201,7 @@ class EngineService(Actor):
             emulated_count=emulated.emulated_count if emulated is not None else None,
             late_count=emulated.late_count if emulated is not None else None,
             tokens_cached=getattr(engine, "tokens_cached", None),
+            server_transport=self.weights.server_transport,
         )
 
     def _collect_kv_stats(self) -> KVStats | None:

@@ -38,6 +38,8 @@ from meshrl.services.engine.sglang.control import HealthWatch, ServerControl
 from meshrl.services.engine.sglang.engine import ServerInfo, SGLangEngine
 from meshrl.services.engine.sglang.http_client import HttpClient
 from meshrl.services.engine.sglang.server_requests import ServerRequests
+from meshrl.services.engine.sglang.transport_choice import PushDevices, choose_server_transport
+from meshrl.services.engine.sglang.weight_push import WeightPush
 from meshrl.services.engine.sglang.weight_transports import DiskTransport, ServerWeightTransport
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY, built_in, decoder, text_of
@@ -325,7 +327,8 @@ def engine(
     """Return an SGLang engine with the weights of `decoder()` loaded as version 0."""
     watch = HealthWatch(server.http, server.get_exit_error)
     way = transport or DiskTransport(server.http, directory)
-    control, clock = ServerControl(server.http, watch, way, clock=clock), clock or SystemClock()
+    push = WeightPush(choose_server_transport(PushDevices()), way, clock=clock)
+    control, clock = ServerControl(server.http, watch, push), clock or SystemClock()
     requests = ServerRequests(server.http, config.token_id_end, slots, max_length, text_of, clock)
     served = ServerInfo(has_adapters=adapters, read_back=read_back)
     made = SGLangEngine(server.http, control, config, requests, served)

@@ -16,7 +16,7 @@ from meshrl.common.model.files.hf_writer import state_to_hf
 from meshrl.services.engine.sglang import readback, v0_5
 from meshrl.services.engine.sglang.engine import SGLangEngine, attach_engine
 from meshrl.services.engine.sglang.server import AdapterLimits, SGLangServer
-from meshrl.services.engine.sglang.weight_transports import pickle_inline
+from meshrl.services.engine.sglang.weight_buckets import pickle_inline
 from tests.load import scaled
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (

@@ -17,6 +17,7 @@ from meshrl.common.base.errors import DeadlineExceeded, PeerLost
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.control import MAX_FAILURES, RETRACT, HealthWatch, ServerControl
 from meshrl.services.engine.sglang.engine import SGLangEngine
+from meshrl.services.engine.sglang.weight_push import WeightPush
 from meshrl.services.engine.sglang.weight_transports import create_transport
 from tests.load import scaled
 from tests.sglang import served
@@ -52,10 +53,9 @@ def test_paused_or_sleeping_server_is_alive_and_hanging_one_is_lost() -> None:
         POLL_S + answer_s
     )  # a server without answers is lost by then
     watch = HealthWatch(server.http, server.get_exit_error, POLL_S, answer_s)
-    weights = create_transport(
-        "auto", server.http, server.launch_config.model_directory.parent / "weights", 1, "cpu"
-    )
-    control = ServerControl(server.http, watch, weights)
+    choice = server.choose_transport("auto")
+    weights = create_transport(choice, server.http, server.launch_config.directory / "weights", 1)
+    control = ServerControl(server.http, watch, WeightPush(choice, weights))
     try:
         control.pause(RETRACT)
         assert wait_for_failure(watch, lost_after_s) is None

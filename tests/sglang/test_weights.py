@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,11 +19,11 @@ from meshrl.common.base.errors import MeshError, PeerLost, Refused, RemoteFailur
 from meshrl.common.generation.engine_contract import NO_VERSION, Quarantined
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang import v0_5, weight_buckets, weight_transports
 from meshrl.services.engine.sglang.control import HealthWatch
 from meshrl.services.engine.sglang.engine import SGLangEngine, attach_engine
 from meshrl.services.engine.sglang.server import SGLangServer
-from meshrl.services.engine.sglang.weight_transports import pickle_handles, split_buckets
+from meshrl.services.engine.sglang.weight_buckets import fill_shared_bucket
 from tests.load import scaled
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of
@@ -141,34 +140,79 @@ def test_mismatched_weights_are_rejected_before_transfer() -> None:
     assert heard.versions == [0] * 20
 
 
-def test_large_weights_are_sent_in_parts() -> None:
-    state = {name: torch.zeros(300) for name in "abcdef"}
-    assert [list(part) for part in split_buckets(state, 2500)] == [
-        ["a", "b"],
-        ["c", "d"],
-        ["e", "f"],
-    ]
+@pytest.mark.parametrize("bucket_bytes", [1, 2000, 1 << 20])
+def test_server_takes_buckets_of_any_size(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_transports, "BUCKET_BYTES", bucket_bytes)
+    engine = served.engine(weights="tensors")
+    engine.update_weights(decoder(1).state_dict(), 1)
+    prompt = request(1, max_new=20, temperature=0.0)
+    heard = Listener(engine).run(prompt)[1]
+    assert heard.tokens == Listener(built_in("eager", seed=1)).run(prompt)[1].tokens
+    assert heard.versions == [1] * 20
 
 
 READ = """
-import pickle, sys, torch
-tensors = dict(pickle.loads(sys.stdin.buffer.read()))
-assert tensors["a"].tolist() == list(range(5)) and tensors["b"].tolist() == [[7.0, 7.0]] * 3
-del tensors  # which gives the references back; the end of a process does not
+import json, sys, torch
+from torch.multiprocessing import reductions
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+
+monkey_patch_torch_reductions()
+given = json.load(sys.stdin)
+
+
+def read(handle):
+    found = MultiprocessingSerializer.deserialize(handle)
+    metadata = [FlattenedTensorMetadata(**vars(one)) for one in found["metadata"]]
+    bucket = FlattenedTensorBucket(flattened_tensor=found["flattened_tensor"], metadata=metadata)
+    return dict(bucket.reconstruct_tensors())
+
+
+for handle in given["shared"]:
+    tensors = read(handle)
+    assert tensors["a"].tolist() == list(range(5)), tensors
+    assert tensors["b"].tolist() == [[7.0, 7.0]] * 3 and tensors["b"].dtype == torch.bfloat16
+    del tensors  # which gives the references back; the end of a process does not
+
+asked = []
+reductions._rebuild_cuda_tensor_original = lambda *a: asked.append(a) or torch.zeros(64, dtype=a[5])
+torch.cuda.device_count = lambda: 3
+torch.cuda.get_device_properties = lambda n: type("Properties", (), {"uuid": f"gpu-{n}"})
+read(given["gpu"])
+[arguments] = asked
+assert arguments[6] == 2 and arguments[7] == b"handle" and arguments[1] == torch.Size([64])
+print("all read")
 """
 
 
-def test_each_rank_reads_the_tensors_in_shared_memory() -> None:
-    """Read one after the other; each is released before the next arrives."""
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    part = {"a": torch.arange(5), "b": torch.full((2, 3), 7.0).T}
-    for text in pickle_handles(part, 4):
-        subprocess.run(
-            [sys.executable, "-c", READ],
-            input=base64.b64decode(text),
-            check=True,
-            timeout=scaled(60),
-        )
+def test_handles_are_read_by_sglangs_deserializer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read one after the other; each is released before the next arrives.
+
+    The driver's part of a handle of GPU memory is a record in torch's layout.
+    """
+    part = {"a": torch.arange(5), "b": torch.full((2, 3), 7.0, dtype=torch.bfloat16).T}
+    bucket = fill_shared_bucket(list(part), part)
+    shared = bucket.make_handles(4)
+    kind, rebuild = torch.storage.TypedStorage, torch.multiprocessing.reductions.rebuild_cuda_tensor
+    driver = (0, b"handle", 64, 0, False, b"counter", 0, b"event", True)
+    arguments = (torch.Tensor, torch.Size([64]), (1,), 0, kind, torch.uint8, *driver)
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_buckets.reductions, "reduce_tensor", lambda t: (rebuild, arguments))
+        properties = type("Properties", (), {"uuid": "gpu-2"})
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        handle = weight_buckets._GpuHandle(bucket.copies[0])
+        gpu = weight_buckets._dump({"flattened_tensor": handle, "metadata": [*bucket.entries]})
+    found = subprocess.run(
+        [served.python(), "-P", "-c", READ],
+        input=json.dumps({"shared": shared, "gpu": gpu}),
+        capture_output=True,
+        text=True,
+        timeout=scaled(120),
+    )
+    assert found.stdout.endswith("all read\n"), found.stderr[-3000:]
 
 
 # -- updates that fail ---------------------------------------------------------------------------
@@ -258,7 +302,7 @@ def test_engine_with_a_failed_update_is_quarantined(
 def test_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
     breakable_server: SGLangServer, weights: str
 ) -> None:
-    engine = attach_engine(breakable_server, TINY, 4, 128, weights=weights, update_timeout_s=4.0)
+    engine = attach_engine(breakable_server, TINY, 4, 128, weights=weights, update_floor_s=4.0)
     engine.wake(decoder(0).state_dict(), 0)
     scheduler = scheduler_of(breakable_server.pid)
     engine._pause_server("retract")
@@ -272,7 +316,7 @@ def test_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
     if (
         weights == "distributed"
     ):  # late requests may have been served by others, or have ended with the server
-        engine._control._update_timeout_s = 50.0
+        engine._control.weights.floor_s = 50.0
         engine.update_weights(decoder(2).state_dict(), 2)
         heard = Listener(engine).run(request(10, max_new=20, temperature=0.0))
         whole = Listener(built_in("eager", seed=2)).run(request(10, max_new=20, temperature=0.0))

@@ -26,6 +26,36 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 HEADER_ALIGNMENT = 8  # alignment of the header in bytes
 
 
+def lay_out_file(
+    meta_tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """Return the first bytes of a file, and the offset of each tensor in it, in file order.
+
+    Of `meta_tensors` only dtypes and shapes are used.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}
+    places, end = dict[str, int](), 0
+    for name in sorted(meta_tensors, key=lambda name: (-meta_tensors[name].element_size(), name)):
+        tensor, places[name] = meta_tensors[name], end
+        end += count_bytes(tensor)
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [places[name], end],
+        }
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % HEADER_ALIGNMENT)
+    head = len(raw).to_bytes(8, "little") + raw
+    return head, {name: len(head) + place for name, place in places.items()}
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor with elements, copied only if it is elsewhere or in pieces."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    content: memoryview = flat.view(torch.uint8).numpy().data
+    return content
+
+
 class SafetensorsWriter:
     """File that is installed at `path` once all tensors of `meta_tensors` are written.
 
@@ -44,28 +74,12 @@ class SafetensorsWriter:
         Of `meta_tensors` only dtypes and shapes are used.
         """
         self._path, self._part_path = path, path.with_name(f"{path.name}.part")
-        header: dict[str, object] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}
-        places, end = dict[str, int](), 0
-        wide_first = sorted(
-            meta_tensors, key=lambda name: (-meta_tensors[name].element_size(), name)
-        )
-        for name in wide_first:
-            tensor, places[name] = meta_tensors[name], end
-            end += count_bytes(tensor)
-            header[name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [places[name], end],
-            }
-        raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        raw += b" " * (-len(raw) % HEADER_ALIGNMENT)
+        head, self._pending_offsets = lay_out_file(meta_tensors, metadata)
         self._file = self._part_path.open("wb")
-        head = len(raw).to_bytes(8, "little") + raw
         self._file.write(head)
         # Digest of the written bytes, as long as they arrive in file order.
         self._hasher: Hasher | None = Hasher(head)
         self._hashed_bytes = len(head)
-        self._pending_offsets = {name: 8 + len(raw) + place for name, place in places.items()}
 
     @property
     def pending_names(self) -> list[str]:
@@ -84,8 +98,7 @@ class SafetensorsWriter:
         if place != self._hashed_bytes:
             self._hasher = None
         if tensor.numel():
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            content = flat.view(torch.uint8).numpy().data
+            content = view_bytes(tensor)
             self._file.write(content)
             if self._hasher is not None:
                 self._hasher.update(content)

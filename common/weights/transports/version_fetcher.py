@@ -113,7 +113,7 @@ class VersionFetcher:
     async def _publish_choice(
         self, job: str, choice: TransportChoice, size: int, took_s: float, verdict: str
     ) -> None:
-        changed = choice.transport != self._last_report.get("way")
+        changed = choice.transport != self._last_report.get("way") or choice.replaced_transport
         report = {
             "way": choice.transport,
             "why": choice.reason,
@@ -124,15 +124,18 @@ class VersionFetcher:
             "rates": {way: round(rate) for way, rate in self.selector.rates_bytes_per_s().items()},
         }
         self._last_report = report
-        if not changed and not choice.replaced_transport:
-            return
-        mesh = self._mesh
-        about = {"job": job, "process": mesh.name, "host": mesh.settings.host, **report}
-        mesh.telemetry.log.info("weights", **about)
-        try:
-            await events.append(mesh.state, TRANSPORT_EVENT, about)
-        except MeshError as error:  # the record of a choice must not delay weights
-            mesh.telemetry.log.warning("weights", error=str(error))
+        if changed:
+            await publish_transport(self._mesh, job, self._mesh.name, report)
+
+
+async def publish_transport(mesh: Mesh, job: str, process: str, report: dict[str, Any]) -> None:
+    """Publish the event of a changed transport; `process`: its receiver, for users."""
+    about = {"job": job, "process": process, "host": mesh.settings.host, **report}
+    mesh.telemetry.log.info("weights", **about)
+    try:
+        await events.append(mesh.state, TRANSPORT_EVENT, about)
+    except MeshError as error:  # the record of a choice must not delay weights
+        mesh.telemetry.log.warning("weights", error=str(error))
 
 
 class PullTransport:

@@ -20,12 +20,13 @@ from meshrl.common.generation.batch.adapter_deltas import build_adapter_deltas
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.architecture.projections import FUSED_PROJECTIONS, build_projections
 from meshrl.common.model.network.lora import parse_adapter_tensor_name, to_peft
+from meshrl.services.engine.measurement.load_deadlines import compute_load_deadline_s
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.http_client import HttpClient, PendingResult
 from meshrl.services.engine.sglang.readback import pad_tensor
-from meshrl.services.engine.sglang.weight_transports import pickle_inline
+from meshrl.services.engine.sglang.weight_buckets import pickle_inline
 
-LOAD_TIMEOUT_S = 50.0  # to install an adapter; equal to the limit of other weights
+LOAD_TIMEOUT_S = 50.0  # to unload an adapter or, beside its bytes, to install one
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,9 @@ class ServerAdapters:
             },
             "serialized_named_tensors": [pickle_inline(theirs)] * self._ranks,
         }
-        answer = self._http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=LOAD_TIMEOUT_S)
+        size_bytes = sum(tensor.nbytes for tensor in theirs.values())
+        deadline_s = compute_load_deadline_s(size_bytes, LOAD_TIMEOUT_S)
+        answer = self._http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=deadline_s)
         if not isinstance(answer, dict) or not answer.get("success", False):
             message = answer.get("error_message", "") if isinstance(answer, dict) else answer
             raise RemoteFailure(

@@ -10,18 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrl.common.base.clock import Clock, SystemClock
 from meshrl.common.base.errors import MeshError, PeerLost
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.services.engine.sglang import readback, v0_5
 from meshrl.services.engine.sglang.http_client import HttpClient
-from meshrl.services.engine.sglang.weight_transports import ServerWeightTransport
+from meshrl.services.engine.sglang.weight_push import WeightPush
 
 POLL_S = 10.0
 PROBE_TIMEOUT_S = 25.0  # the server itself stops waiting after 20
 MAX_FAILURES = 3
 CONTROL_TIMEOUT_S = 20.0  # for an answer of the scheduler, which finishes its current step first
-UPDATE_TIMEOUT_S = 50.0  # to load new weights and read them back; the calling service waits 60
 
 RETRACT, IN_PLACE = "retract", "in_place"  # drop the caches of running requests, or retain them
 
@@ -104,22 +102,19 @@ class ServerControl:
         self,
         http: HttpClient,
         watch: HealthWatch,
-        transport: ServerWeightTransport,
+        weights: WeightPush,
         *,
         on_cpu: bool = True,
         dtype: torch.dtype = torch.float32,
-        clock: Clock | None = None,
-        update_timeout_s: float = UPDATE_TIMEOUT_S,
     ) -> None:
         """Initialize the control; `dtype` is the type that the server computes in."""
         self.pause_mode = ""  # requested pause: RETRACT or IN_PLACE; empty: the server runs
         self._pause_confirmed = False  # the pause is in force, and all earlier tokens have arrived
         self.memory_released = False  # the server's memory is released
         self.updates = 0
-        self._http, self._watch, self._transport = http, watch, transport
+        self._http, self._watch, self.weights = http, watch, weights
         self.mark_alive = watch.mark_alive  # callable from any thread
-        self.on_cpu, self._dtype, self._update_timeout_s = on_cpu, dtype, update_timeout_s
-        self._clock = clock or SystemClock()
+        self.on_cpu, self._dtype = on_cpu, dtype
 
     def check_alive(self) -> None:
         if (failed := self._watch.find_failure()) is not None:
@@ -167,13 +162,12 @@ class ServerControl:
         Return the seconds that remain to read them back. After an error the server's weights are
         undefined, and it must not resume before a call has succeeded.
         """
-        until_s = self._clock.monotonic() + self._update_timeout_s
         # requests that are paused in place still need their cache
         flush = self.pause_mode == RETRACT
         with self._watch.allow_grace():
-            self._transport.push(hf_weights, version, flush, self._update_timeout_s)
+            left_s = self.weights.push(hf_weights, version, flush)
         self.updates += 1
-        return max(0.0, until_s - self._clock.monotonic())
+        return left_s
 
     def find_differing(
         self, config: ModelConfig, hf_weights: Mapping[str, Tensor], deadline_s: float
@@ -195,4 +189,4 @@ class ServerControl:
             self.resume_memory()
             self.resume()
         finally:
-            self._transport.close()
+            self.weights.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,22 +34,21 @@ from meshrl.common.generation.engine_contract import (
     quarantine_on_error,
     sequence_too_long_error,
 )
-from meshrl.common.generation.sglang_model import trim_vocabulary_rows
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.hf_writer import state_to_hf
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.adapters import ServerAdapters
 from meshrl.services.engine.sglang.control import (
     IN_PLACE,
     RETRACT,
-    UPDATE_TIMEOUT_S,
     HealthWatch,
     ServerControl,
 )
 from meshrl.services.engine.sglang.http_client import HttpClient
 from meshrl.services.engine.sglang.server import SGLangServer
 from meshrl.services.engine.sglang.server_requests import Decode, ServerRequests
-from meshrl.services.engine.sglang.weight_transports import create_transport
+from meshrl.services.engine.sglang.server_tensors import ServerTensors
+from meshrl.services.engine.sglang.weight_push import UPDATE_FLOOR_S, WeightPush
+from meshrl.services.engine.sglang.weight_transports import DiskTransport, create_transport
 
 ARRIVAL_TIMEOUT_S = 0.01  # a step waits this long for tokens
 SCORE_TIMEOUT_S = 60.0
@@ -226,6 +226,11 @@ class SGLangEngine(WithoutCacheTransfer):
         self._load_weights(state, version)
 
     @property
+    def server_transport(self) -> dict[str, Any] | None:
+        """Report of the last transfer of weights to the server; None before the first."""
+        return self._control.weights.last_report
+
+    @property
     def adapter_versions(self) -> Mapping[str, int]:
         return self._adapters.versions
 
@@ -264,7 +269,7 @@ class SGLangEngine(WithoutCacheTransfer):
 
     def _load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         self.requests.requeue_untouched()
-        theirs = trim_vocabulary_rows(self._config, state_to_hf(self._config, state))
+        theirs = ServerTensors(self._config, state)
         with quarantine_on_error(version, self.quarantine):
             left_s, config = self._control.load_weights(theirs, version), self._config
             if self._server_info.read_back and (
@@ -323,24 +328,28 @@ def attach_engine(
     weights: str = "auto",
     kv_on_update: str = "keep",
     decode: Decode | None = None,
-    update_timeout_s: float = UPDATE_TIMEOUT_S,
+    update_floor_s: float = UPDATE_FLOOR_S,
 ) -> SGLangEngine:
     """Create the engine of a server, asleep until it gets weights.
 
-    `update_timeout_s` limits their transfer and, if configured, their read-back.
+    Their transfer and, if configured, their read-back may take `update_floor_s`, and more by bytes.
     """
     how = server.launch_config
-    way = create_transport(
-        weights, server.http, how.directory / "weights", server.ranks, how.device
+    choice = server.choose_transport(weights)
+    directory = how.directory / "weights"
+    push = WeightPush(
+        choice,
+        create_transport(choice, server.http, directory, server.ranks),
+        fallback=DiskTransport(server.http, directory) if weights == "auto" else None,
+        clock=server.clock,
+        floor_s=update_floor_s,
     )
     control = ServerControl(
         server.http,
         HealthWatch(server.http, server.get_exit_error),
-        way,
+        push,
         on_cpu=how.device == "cpu",
         dtype=getattr(torch, how.dtype),
-        clock=server.clock,
-        update_timeout_s=update_timeout_s,
     )
     served = ServerInfo(
         backend=f"sglang {server.version}, {how.dtype}, {how.device}",

@@ -51,17 +51,22 @@ def find_differing(
 def to_server_layout(
     config: ModelConfig, hf_weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert a version's tensors to the names and layout of a server on a CPU."""
-    remaining = {name: pad_tensor(name, tensor) for name, tensor in hf_weights.items()}
+    """Convert a version's tensors to the names and layout of a server on a CPU, one by one."""
+    fused_names: dict[str, tuple[str, list[str]]] = {}  # by first part: the fused one, its parts
+    later_parts: set[str] = set()
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        for fused, parts in get_fused_parts(config).items():
-            if all(prefix + part in remaining for part in parts):
-                yield (
-                    prefix + SGLANG_FUSED_NAMES[fused],
-                    torch.cat([remaining.pop(prefix + p) for p in parts]),
-                )
-    yield from remaining.items()
+        for fused, names in get_fused_parts(config).items():
+            parts = [prefix + name for name in names]
+            if all(part in hf_weights for part in parts):
+                fused_names[parts[0]] = prefix + SGLANG_FUSED_NAMES[fused], parts
+                later_parts.update(parts[1:])
+    for name in hf_weights:
+        if name in fused_names:
+            fused_name, parts = fused_names[name]
+            yield fused_name, torch.cat([pad_tensor(p, hf_weights[p]) for p in parts])
+        elif name not in later_parts:
+            yield name, pad_tensor(name, hf_weights[name])
 
 
 def pad_tensor(name: str, tensor: Tensor) -> Tensor:

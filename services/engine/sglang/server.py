@@ -20,6 +20,12 @@ from meshrl.common.mesh.process.spawning import SpawnOptions
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.http_client import UNAUTHORIZED, HttpClient
+from meshrl.services.engine.sglang.server_devices import count_gpus, find_push_devices
+from meshrl.services.engine.sglang.transport_choice import (
+    PushDevices,
+    ServerTransportChoice,
+    choose_server_transport,
+)
 
 START_TIMEOUT_S = 280.0  # some 30 s on an idle core; less than a role process's load timeout
 PROBE_TIMEOUT_S, POLL_S = 5.0, 0.25
@@ -223,6 +229,7 @@ class SGLangServer:
         self.version = ""  # SGLang's version
         self.uses_seeds = False  # the server samples from each request's seed
         self.ranks = 1  # processes that hold a share of the weights
+        self.push_devices = PushDevices()  # of the server, and of this process
         self.pid = child.pid
         self.log_bounder: Stoppable | None = None  # limits the size of the log
 
@@ -277,7 +284,7 @@ class SGLangServer:
         server.log_bounder = bounding
         try:
             await server._wait_until_ready(deadline_s)
-            await server._check_server("disk" if weights == "auto" else weights)
+            await server._check_server(weights)
         except BaseException:
             await server.stop()
             raise
@@ -320,6 +327,9 @@ class SGLangServer:
         self.version = str(about.get("version", "unknown"))
         self.ranks = int(about.get("tp_size", 1)) * int(about.get("pp_size", 1))
         self.uses_seeds = bool(about.get("enable_deterministic_inference", False))
+        self.push_devices = find_push_devices(
+            about, self.launch_config.device, count_gpus(), os.environ
+        )
         if not self.version.startswith("0.5."):
             raise ConfigError(
                 f"SGLang {self.version} is not supported",
@@ -344,9 +354,10 @@ class SGLangServer:
                 fix="Remove it, or set rollout.tensor_parallel = [1]",
             )
         described = await self._fetch("/openapi.json", DESCRIBE_TIMEOUT_S)
-        lacking = v0_5.find_missing(
-            described, v0_5.REQUIRED_FIELDS | v0_5.TRANSPORT_FIELDS[weights]
-        )
+        lacking = v0_5.find_missing(described, v0_5.REQUIRED_FIELDS)
+        transport = self.choose_transport(weights).transport
+        for needed in {transport, "disk"} if weights == "auto" else {transport}:
+            lacking += v0_5.find_missing(described, v0_5.TRANSPORT_FIELDS[needed])
         if self.launch_config.adapter_limits is not None:
             lacking += v0_5.find_missing(described, v0_5.ADAPTER_FIELDS)
         if self.launch_config.read_back:
@@ -357,6 +368,10 @@ class SGLangServer:
                 where=self.launch_config.python,
                 fix="Install the version of `meshrl engine install sglang`",
             )
+
+    def choose_transport(self, requested: str) -> ServerTransportChoice:
+        """Choose the transport of weights to this server; ConfigError if it is impossible."""
+        return choose_server_transport(self.push_devices, requested)
 
     async def _fetch(self, path: str, deadline_s: float = PROBE_TIMEOUT_S) -> Mapping[str, Any]:
         answer = await self.http.get(path, deadline_s)

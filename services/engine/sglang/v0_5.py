@@ -91,9 +91,11 @@ ADAPTER_FIELDS: dict[str, tuple[str, ...]] = {
 }
 READBACK_FIELDS: dict[str, tuple[str, ...]] = {WEIGHTS_CHECKER: ()}  # its body is optional
 UPDATE_SESSION_FIELDS = {BEGIN_UPDATE: (), END_UPDATE: ()}
+BUCKET_FIELDS = ("serialized_named_tensors", "load_format", "flush_cache")
 TRANSPORT_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "disk": {FROM_DISK: ("model_path", "load_format", "flush_cache", "weight_version")},
-    "tensors": {**UPDATE_SESSION_FIELDS, FROM_TENSORS: ("serialized_named_tensors", "flush_cache")},
+    "tensors": {**UPDATE_SESSION_FIELDS, FROM_TENSORS: BUCKET_FIELDS},
+    "ipc": {**UPDATE_SESSION_FIELDS, FROM_TENSORS: BUCKET_FIELDS},
     "distributed": {
         **UPDATE_SESSION_FIELDS,
         FROM_GROUP: ("names", "dtypes", "shapes", "group_name", "flush_cache"),

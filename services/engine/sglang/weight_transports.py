@@ -1,69 +1,61 @@
-"""Transports of new weights to a server: a file in memory, shared memory, or broadcast.
+"""Transports of new weights to a server: a file in memory, shared buckets, or broadcast.
 
 Each takes tensors by Hugging Face names and ends with all weights installed, or with an error.
-After an error the server's weights are undefined until another push succeeds.
+After an error the server's weights are undefined until another push succeeds. No transport has more
+of the weights in memory than a file of them in host memory, or two buckets.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 import os
-import pickle
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
-from meshrl.common.base.errors import ConfigError, MeshError, RemoteFailure
+from meshrl.common.base.errors import MeshError, RemoteFailure
+from meshrl.common.model.files.safetensors_writer import lay_out_file, view_bytes
 from meshrl.common.model.files.tensor_source import batch_by_bytes
-from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.measurement.load_deadlines import Deadline
+from meshrl.services.engine.sglang import v0_5, weight_buckets
 from meshrl.services.engine.sglang.http_client import HttpClient, PendingResult
+from meshrl.services.engine.sglang.server_tensors import describe_tensors
+from meshrl.services.engine.sglang.transport_choice import ServerTransportChoice
+from meshrl.services.engine.sglang.weight_buckets import Bucket
 
-TRANSPORTS = ("auto", "disk", "tensors", "distributed")
 JOIN_TIMEOUT_S = 20.0  # for all ranks to join
 LEAVE_TIMEOUT_S = 5.0
-BUCKET_BYTES = 512 << 20  # bytes of one broadcast or one message of tensors
+# Bytes of one message of tensors, of which two are in memory: so many that the fixed cost of a call
+# is small, and few beside a model that needs a GPU. A larger tensor is a message of its own.
+BUCKET_BYTES = 256 << 20
+FLATTENED = "flattened_bucket"  # SGLang's name of the format of buckets
 
 StateDict = Mapping[str, Tensor]
 
 
 class ServerWeightTransport(Protocol):
-    def push(self, state: StateDict, version: int, flush_cache: bool, deadline_s: float) -> None:
+    def push(self, state: StateDict, version: int, flush_cache: bool, deadline: Deadline) -> None:
         """Install these weights as `version`; `flush_cache`: drop the cache of the old ones."""
 
     def close(self) -> None: ...
 
 
 def create_transport(
-    kind: str, http: HttpClient, directory: Path, ranks: int, device: str
+    choice: ServerTransportChoice, http: HttpClient, directory: Path, ranks: int
 ) -> ServerWeightTransport:
     """Create a transport; `ranks`: processes that hold a share of the weights."""
-    if kind in ("auto", "disk"):
+    if choice.transport == "disk":
         return DiskTransport(http, directory)
-    if kind == "tensors":
-        return TensorTransport(http, ranks)
-    if kind == "distributed":
-        return DistributedTransport(http, ranks, choose_backend(device))
-    raise ConfigError(
-        f"there is no transport {kind!r}",
-        where="rollout.sglang_weights",
-        fix=f"Use one of {', '.join(TRANSPORTS)}",
-    )
-
-
-def choose_backend(device: str) -> str:
-    """Choose the backend: NCCL requires a device for each rank, ours beside the server's."""
-    return "nccl" if device == "cuda" and torch.cuda.device_count() > 1 else "gloo"
+    if choice.transport == "distributed":
+        return DistributedTransport(http, ranks, choice.backend, *choice.gpus)
+    return BucketTransport(http, ranks, choice.gpus)
 
 
 def check_success(answer: Any, path: str) -> None:
@@ -79,12 +71,11 @@ class DiskTransport:
         self._http, self._directory = http, directory
         directory.mkdir(parents=True, exist_ok=True)
 
-    def push(self, state: StateDict, version: int, flush_cache: bool, deadline_s: float) -> None:
+    def push(self, state: StateDict, version: int, flush_cache: bool, deadline: Deadline) -> None:
         file = os.memfd_create("weights", os.MFD_CLOEXEC)
         place = self._directory / "model.safetensors"
         try:
-            with open(file, "wb", closefd=False) as stream:
-                stream.write(save({name: t.contiguous() for name, t in state.items()}))
+            write_file(file, state)
             place.unlink(missing_ok=True)
             place.symlink_to(f"/proc/{os.getpid()}/fd/{file}")
             body = {
@@ -93,9 +84,8 @@ class DiskTransport:
                 "flush_cache": flush_cache,
                 "weight_version": str(version),
             }
-            check_success(
-                self._http.call("POST", v0_5.FROM_DISK, body, deadline_s=deadline_s), v0_5.FROM_DISK
-            )
+            path, left_s = v0_5.FROM_DISK, deadline.left_s
+            check_success(self._http.call("POST", path, body, deadline_s=left_s), path)
         finally:
             place.unlink(missing_ok=True)
             os.close(file)
@@ -104,76 +94,127 @@ class DiskTransport:
         """Do nothing, because each push removes its file."""
 
 
-class _BucketedTransport(ABC):
+def write_file(descriptor: int, state: StateDict) -> None:
+    """Write tensors as a safetensors file, one after the other from where they are."""
+    meta_tensors = describe_tensors(state)
+    head, offsets = lay_out_file(meta_tensors)
+    with open(descriptor, "wb", closefd=False) as stream:
+        stream.write(head)
+        for name in state:
+            if meta_tensors[name].numel():
+                stream.seek(offsets[name])
+                stream.write(view_bytes(state[name]))
+
+
+class _SessionTransport(ABC):
     """Base of transports that send weights in buckets; no bucket takes effect before the last."""
 
     def __init__(self, http: HttpClient) -> None:
         self._http = http
         self._update_open = False  # an update has begun and has not ended yet
 
-    def push(self, state: StateDict, version: int, flush_cache: bool, deadline_s: float) -> None:
+    def push(self, state: StateDict, version: int, flush_cache: bool, deadline: Deadline) -> None:
         if self._update_open:
-            with contextlib.suppress(RemoteFailure):  # the update was not open at the server
-                self._post(v0_5.END_UPDATE, {}, deadline_s)
+            self._end_update(deadline)
         self._update_open = True
-        self._post(v0_5.BEGIN_UPDATE, {}, deadline_s)
-        parts = split_buckets(state)
-        for place, part in enumerate(parts, 1):
-            self._send_bucket(part, flush_cache and place == len(parts), deadline_s)
-        self._post(v0_5.END_UPDATE, {}, deadline_s)
+        self._post(v0_5.BEGIN_UPDATE, {}, deadline)
+        self._send_buckets(state, flush_cache, deadline)
+        self._post(v0_5.END_UPDATE, {}, deadline)
         self._update_open = False
-        label = {"new_version": str(version), "abort_all_requests": False}
-        self._post(v0_5.VERSION, label, deadline_s)
+        self._post(
+            v0_5.VERSION, {"new_version": str(version), "abort_all_requests": False}, deadline
+        )
+
+    def _end_update(self, deadline: Deadline) -> None:
+        with contextlib.suppress(RemoteFailure):  # the update was not open at the server
+            self._post(v0_5.END_UPDATE, {}, deadline)
+        self._update_open = False
 
     @abstractmethod
-    def _send_bucket(self, part: StateDict, flush_cache: bool, deadline_s: float) -> None: ...
+    def _send_buckets(self, state: StateDict, flush_cache: bool, deadline: Deadline) -> None: ...
 
     @abstractmethod
     def close(self) -> None: ...
 
-    def _post(self, path: str, body: Any, deadline_s: float) -> None:
-        check_success(self._http.call("POST", path, body, deadline_s=deadline_s), path)
+    def _post(self, path: str, body: Any, deadline: Deadline) -> None:
+        check_success(self._http.call("POST", path, body, deadline_s=deadline.left_s), path)
 
 
-class TensorTransport(_BucketedTransport):
-    """SGLang's own format: names and handles of shared memory, which it writes as a pickle.
+class BucketTransport(_SessionTransport):
+    """Buckets in memory that the server maps: of the host, or of the GPUs of its ranks.
 
-    This process makes the pickle, and SGLang reads it through its list of allowed names. It and
-    `pickle_inline` are the only pickles in the product, and only in use if a job selects them.
+    While the server loads one bucket, the next is filled.
     """
 
-    def __init__(self, http: HttpClient, ranks: int) -> None:
+    def __init__(
+        self,
+        http: HttpClient,
+        ranks: int,
+        gpus: tuple[int, ...] = (),
+        bucket_bytes: int = 0,
+    ) -> None:
+        """Initialize; `gpus`: GPU of each rank by this process's number, none: host memory."""
         super().__init__(http)
-        self._ranks = ranks
-        # The default passes descriptors through a socket, which crashes the scheduler.
-        torch.multiprocessing.set_sharing_strategy("file_system")
+        self._ranks, self._gpus = ranks, gpus
+        self._bucket_bytes = bucket_bytes or BUCKET_BYTES
 
-    def _send_bucket(self, part: StateDict, flush_cache: bool, deadline_s: float) -> None:
-        body = {
-            "serialized_named_tensors": pickle_handles(part, self._ranks),
-            "flush_cache": flush_cache,
-        }
-        self._post(v0_5.FROM_TENSORS, body, deadline_s)
+    def _send_buckets(self, state: StateDict, flush_cache: bool, deadline: Deadline) -> None:
+        try:
+            self._stream_buckets(state, flush_cache, deadline)
+        finally:
+            if self._gpus:
+                weight_buckets.free_gpu_memory()
+
+    def _stream_buckets(self, state: StateDict, flush_cache: bool, deadline: Deadline) -> None:
+        batches = batch_by_bytes(describe_tensors(state), self._bucket_bytes)
+        loading: tuple[Bucket, PendingResult[Any]] | None = None
+        for place, names in enumerate(batches, 1):
+            bucket = self._fill(names, state)
+            body = {
+                "serialized_named_tensors": bucket.make_handles(self._ranks),
+                "load_format": FLATTENED,
+                "flush_cache": flush_cache and place == len(batches),
+            }
+            if loading is not None:
+                self._wait_for_answer(loading[1], deadline)
+            path, left_s = v0_5.FROM_TENSORS, deadline.left_s
+            # replaces, and so releases, the bucket before
+            loading = bucket, self._http.start_call("POST", path, body, deadline_s=left_s)
+        if loading is not None:
+            self._wait_for_answer(loading[1], deadline)
+
+    def _fill(self, names: Sequence[str], state: StateDict) -> Bucket:
+        if self._gpus:
+            return weight_buckets.fill_gpu_bucket(names, state, self._gpus)
+        return weight_buckets.fill_shared_bucket(names, state)
+
+    def _wait_for_answer(self, loading: PendingResult[Any], deadline: Deadline) -> None:
+        path = v0_5.FROM_TENSORS
+        check_success(self._http.wait_for(loading, path, deadline.left_s), path)
 
     def close(self) -> None:
-        """Do nothing, because shared memory is freed with its tensors."""
+        """Do nothing, because each push releases its buckets."""
 
 
-class DistributedTransport(_BucketedTransport):
+class DistributedTransport(_SessionTransport):
     """Broadcast from rank 0, which is this process, to the server's ranks."""
 
-    def __init__(self, http: HttpClient, ranks: int, backend_name: str) -> None:
+    def __init__(
+        self, http: HttpClient, ranks: int, backend_name: str, gpu: int | None = None
+    ) -> None:
+        """Initialize; `gpu`: this process's own GPU for nccl, which no rank of the server has."""
         super().__init__(http)
         self._ranks, self._backend = ranks, backend_name
+        self._device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         self._group: Any = None
         self._name = ""
 
-    def push(self, state: StateDict, version: int, flush_cache: bool, deadline_s: float) -> None:
+    def push(self, state: StateDict, version: int, flush_cache: bool, deadline: Deadline) -> None:
         if self._update_open:  # the group's state is undefined after a failed broadcast
             self.close()
         if self._group is None:
-            self._group = self._join_group(min(deadline_s, JOIN_TIMEOUT_S))
-        super().push(state, version, flush_cache, deadline_s)
+            self._group = self._join_group(min(deadline.left_s, JOIN_TIMEOUT_S))
+        super().push(state, version, flush_cache, deadline)
 
     def _join_group(self, deadline_s: float) -> Any:
         limit = timedelta(seconds=deadline_s)
@@ -205,6 +246,8 @@ class DistributedTransport(_BucketedTransport):
 
     def _create_group(self, store: Any, limit: timedelta) -> Any:
         """Create a second process group with the keys that SGLang's processes expect."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # NCCL's communicator is of the current GPU
         group, _ = distributed_c10d._new_process_group_helper(
             self._ranks + 1,
             0,
@@ -216,6 +259,12 @@ class DistributedTransport(_BucketedTransport):
         )
         distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(self._ranks + 1)}
         return group
+
+    def _send_buckets(self, state: StateDict, flush_cache: bool, deadline: Deadline) -> None:
+        batches = batch_by_bytes(describe_tensors(state), BUCKET_BYTES)
+        for place, names in enumerate(batches, 1):
+            part = {name: state[name] for name in names}
+            self._send_bucket(part, flush_cache and place == len(batches), deadline.left_s)
 
     def _send_bucket(self, part: StateDict, flush_cache: bool, deadline_s: float) -> None:
         body = {
@@ -231,8 +280,7 @@ class DistributedTransport(_BucketedTransport):
         )
 
     def _broadcast(self, part: StateDict, deadline_s: float) -> None:
-        device = "cuda" if self._backend == "nccl" else "cpu"
-        sent = [t.to(device).contiguous() for t in part.values()]
+        sent = [t.to(self._device).contiguous() for t in part.values()]
         works = [torch.distributed.broadcast(t, 0, self._group, async_op=True) for t in sent]
         for work in works:
             work.wait(timedelta(seconds=deadline_s))
@@ -257,33 +305,8 @@ class DistributedTransport(_BucketedTransport):
         """Leave the group on both sides; a server that has exited has left already."""
         if self._group is None:
             return
+        path, body = v0_5.LEAVE_GROUP, {"group_name": self._name}
         with contextlib.suppress(MeshError):
-            self._post(v0_5.LEAVE_GROUP, {"group_name": self._name}, LEAVE_TIMEOUT_S)
+            check_success(self._http.call("POST", path, body, deadline_s=LEAVE_TIMEOUT_S), path)
         torch.distributed.destroy_process_group(self._group)
         self._group = None
-
-
-def pickle_handles(part: StateDict, ranks: int) -> list[str]:
-    """Return a pickle for each rank.
-
-    Each handle holds one reference to its shared memory, and the rank that opens it releases that
-    reference. A handle that several ranks open would free the memory before the last one is done.
-    """
-    tensors = [(name, tensor.contiguous()) for name, tensor in part.items()]
-    texts = []
-    for _ in range(ranks):
-        stream = io.BytesIO()
-        ForkingPickler(stream).dump(tensors)
-        texts.append(base64.b64encode(stream.getvalue()).decode())
-    return texts
-
-
-def pickle_inline(tensors: StateDict) -> str:
-    """Pickle tensors by name in SGLang's format with their contents; only for small ones."""
-    cpu_tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    return base64.b64encode(pickle.dumps(cpu_tensors)).decode()
-
-
-def split_buckets(state: StateDict, max_bytes: int = BUCKET_BYTES) -> list[dict[str, Tensor]]:
-    """Split the tensors in order into buckets of at most `max_bytes`, or of one tensor."""
-    return [{name: state[name] for name in names} for names in batch_by_bytes(state, max_bytes)]

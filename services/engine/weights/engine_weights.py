@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from meshrl.common.api.node import SLICE_WAIT_TIMEOUT_S
+from meshrl.common.api.stats import SERVER_OF_ENGINE
 from meshrl.common.base.errors import DeadlineExceeded, Refused
 from meshrl.common.generation.engine_contract import (
     NO_VERSION,
@@ -22,12 +24,14 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.model.files.tensor_storages import trim_heap
 from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.common.weights.layout.version_image import get_meta_tensors
+from meshrl.common.weights.transports.version_fetcher import publish_transport
 from meshrl.services.engine.kv.host_cache import HostCache
+from meshrl.services.engine.measurement.load_deadlines import compute_load_deadline_s
 from meshrl.services.engine.measurement.update_pauses import UpdatePauses
 from meshrl.services.engine.stepping.commands import BETWEEN_STEPS_TIMEOUT_S, StepCommands
 from meshrl.services.engine.stepping.shard_streams import ShardStreams
 
-LOAD_TIMEOUT_S = 600.0  # to fetch and load the current version
+LOAD_TIMEOUT_S = 600.0  # to fetch and, beside its bytes, load the current version
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class EngineWeights:
         self.default_adapter = ""  # the job's adapter, for requests without a name
         self.computing_manifest = ""  # manifest that the engine computes with
         self.host_cache: HostCache | None = None  # it records which weights computed each chunk
+        self._published_transport = ""  # transport to the SGLang server in the last event
 
     @property
     def version(self) -> int:
@@ -88,6 +93,19 @@ class EngineWeights:
     def lineage_and_version(self) -> tuple[int, int]:
         """Lineage and version that the engine computes with."""
         return self.lineage, self.version
+
+    @property
+    def server_transport(self) -> dict[str, Any] | None:
+        """Report of the last transfer to the engine's SGLang server; None: it has no server."""
+        return getattr(self._engine, "server_transport", None)
+
+    async def publish_server_transport(self, job: str) -> None:
+        """Publish an event if the last transfer to the SGLang server used another transport."""
+        report = self.server_transport
+        if report is not None and report["way"] != self._published_transport:
+            self._published_transport = report["way"]
+            process = SERVER_OF_ENGINE.format(self._mesh.name)
+            await publish_transport(self._mesh, job, process, report)
 
     def has_base(self, manifest: str) -> bool:
         """Return True if these base weights are loaded for adapters, so they need not be sent
@@ -118,9 +136,10 @@ class EngineWeights:
                 self._engine.unload_adapter(self.default_adapter)
             self.default_adapter = ""
 
-        if await self._apply_between_steps(install, manifest):
-            self.base_manifest, self._model_bytes = "", _count_bytes(tensors)
-            self._record_loaded(manifest, lineage, self._model_bytes)
+        size_bytes = _count_bytes(tensors)
+        if await self._apply_between_steps(install, manifest, size_bytes):
+            self.base_manifest, self._model_bytes = "", size_bytes
+            self._record_loaded(manifest, lineage, size_bytes)
 
     async def put_adapter(self, adapter: AdapterVersion, manifest: str, lineage: int) -> None:
         """Install a version of the job's adapters between two steps; first its base, if that is
@@ -149,15 +168,12 @@ class EngineWeights:
             with quarantine_on_error(adapter.version, self._engine.quarantine):
                 load()
 
-        if await self._apply_between_steps(install, manifest):
-            if adapter.base_tensors is not None:
-                self.base_manifest, self._model_bytes = (
-                    adapter.base_manifest,
-                    _count_bytes(adapter.base_tensors),
-                )
-            self._record_loaded(
-                manifest, lineage, self._model_bytes + _count_bytes(adapter.tensors)
-            )
+        base_bytes = 0 if adapter.base_tensors is None else _count_bytes(adapter.base_tensors)
+        adapter_bytes = _count_bytes(adapter.tensors)
+        if await self._apply_between_steps(install, manifest, base_bytes + adapter_bytes):
+            if base_bytes:
+                self.base_manifest, self._model_bytes = adapter.base_manifest, base_bytes
+            self._record_loaded(manifest, lineage, self._model_bytes + adapter_bytes)
 
     def enter_lineage(self, lineage: int) -> None:
         """Assign the loaded weights to a lineage, and send the change to the shards."""
@@ -172,10 +188,12 @@ class EngineWeights:
         else:
             self._engine.update_weights(tensors, version)
 
-    async def _apply_between_steps(self, apply: Callable[[], None], manifest: str) -> bool:
-        """Run `apply` on the driver thread between two steps; return False if the engine sleeps by
-        then.
+    async def _apply_between_steps(
+        self, apply: Callable[[], None], manifest: str, size_bytes: int
+    ) -> bool:
+        """Run `apply`, which loads `size_bytes` bytes, on the driver thread between two steps.
 
+        Return False if the engine sleeps by then.
         If `apply` fails halfway, report the quarantine to the shards.
         """
 
@@ -193,7 +211,8 @@ class EngineWeights:
             return True
 
         is_unsliced = self._time_slices is None or not self._time_slices.is_enabled
-        timeout_s = BETWEEN_STEPS_TIMEOUT_S if is_unsliced else SLICE_WAIT_TIMEOUT_S
+        floor_s = BETWEEN_STEPS_TIMEOUT_S if is_unsliced else SLICE_WAIT_TIMEOUT_S
+        timeout_s = compute_load_deadline_s(size_bytes, floor_s)
         description = "the engine's update of its weights"
         return await self._commands.run_between_steps(
             install, description, timeout_s, needs_slice=True
@@ -286,7 +305,8 @@ class EngineSleeper:
         if not had_weights:
             return
         try:
-            async with self._mesh.clock.timeout(LOAD_TIMEOUT_S, "loading the weights"):
+            limit_s = compute_load_deadline_s(weights.loaded_bytes, LOAD_TIMEOUT_S)
+            async with self._mesh.clock.timeout(limit_s, "loading the weights"):
                 await weights.loaded_event.wait()
         except DeadlineExceeded as error:
             weights.is_asleep = True

@@ -21,7 +21,6 @@ from meshrl.common.generation.engine_contract import NO_VERSION, Quarantined
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.model.files.hf_writer import state_to_hf
 from meshrl.services.engine.sglang import readback, v0_5
-from meshrl.services.engine.sglang.control import UPDATE_TIMEOUT_S
 from meshrl.services.engine.sglang.engine import SGLangEngine
 from meshrl.services.engine.sglang.http_client import HttpClient
 from meshrl.services.engine.sglang.server import (
@@ -30,7 +29,9 @@ from meshrl.services.engine.sglang.server import (
     LaunchConfig,
     SGLangServer,
 )
-from meshrl.services.engine.sglang.weight_transports import DiskTransport, pickle_inline
+from meshrl.services.engine.sglang.weight_buckets import pickle_inline
+from meshrl.services.engine.sglang.weight_push import UPDATE_FLOOR_S
+from meshrl.services.engine.sglang.weight_transports import DiskTransport
 from tests.load import scaled
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
@@ -147,10 +148,10 @@ def test_update_and_readback_share_one_deadline(tmp_path: Path) -> None:
     transport = SlowTransport(server.http, tmp_path, clock)
     options: dict[str, Any] = {"read_back": True, "clock": clock, "transport": transport}
     engine = counterpart.engine(server, tmp_path, 4, 128, **options)
-    transport.takes_s = UPDATE_TIMEOUT_S
+    transport.takes_s = UPDATE_FLOOR_S + 1.0
     with pytest.raises(Quarantined, match="took longer than"):
         engine.update_weights(STATE, 5)
-    transport.takes_s = UPDATE_TIMEOUT_S / 2
+    transport.takes_s = UPDATE_FLOOR_S / 2
     engine.update_weights(STATE, 6)
     assert engine.version == 6
     engine.close()
