@@ -32,6 +32,7 @@ from loadtests.weights.arms.link import link
 from loadtests.weights.arms.one_host import one_host
 from loadtests.weights.arms.pauses import fanout, first_token, pauses
 from loadtests.weights.arms.runs import changed, memory
+from loadtests.weights.arms.server_push import server_push
 from loadtests.weights.scene import MIB, Plan
 
 RUNS: dict[str, Callable[[Plan], Awaitable[Arm]]] = {
@@ -44,6 +45,7 @@ RUNS: dict[str, Callable[[Plan], Awaitable[Arm]]] = {
     "adapters": adapters,
     "changed": changed,
     "memory": memory,
+    "server_push": server_push,
 }
 CAPPED = {"fanout", "first_token", "link"}  # that need networks of their own
 ABOUT = ("host_cores", "steal_cores", "load", "valid", "late_share", "took_s", "cold")
@@ -64,6 +66,8 @@ MOST = {
     "delta_bytes_share_02pct": 0.0030,
     "logprob_gap": 1e-4,
     "pause_p99_over_bound": 1.0,
+    "server_push_disk_extra": 1.1,  # the file itself is one
+    "server_push_tensors_extra": 0.4,
 }
 
 
@@ -97,7 +101,7 @@ def main() -> int:
     parser.add_argument("--arms", default=",".join(RUNS))
     parser.add_argument("--rounds", type=int, default=default.rounds)
     parser.add_argument("--directory", default="", help="where versions lie")
-    sizes = ("one_host", "fanout", "codec", "link", "memory")
+    sizes = ("one_host", "fanout", "codec", "link", "memory", "server_push")
     for size in sizes:
         option = f"--{size.replace('_', '-')}-mib"
         parser.add_argument(option, type=int, default=getattr(default, size) // MIB, dest=size)

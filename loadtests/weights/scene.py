@@ -66,6 +66,7 @@ class Plan:
     link: int = 256 * MIB
     codec: int = 256 * MIB
     memory: int = 2048 * MIB
+    server_push: int = 352 * MIB
     swaps: int = 25  # of an engine, for its pauses
     steps: int = 6  # of the small real run
     directory: str = ""  # where versions lie; empty: the system's temporary directory

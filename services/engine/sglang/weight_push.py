@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshrl.common.base.clock import Clock, SystemClock
 from meshrl.common.model.files.tensor_source import count_bytes
+from meshrl.common.model.files.tensor_storages import trim_heap
 from meshrl.common.weights.transports.selector import TransportSelector
 from meshrl.services.engine.measurement.load_deadlines import Deadline, compute_load_deadline_s
 from meshrl.services.engine.sglang.server_tensors import describe_tensors
@@ -61,6 +62,7 @@ class WeightPush:
             self._replace_transport(error)
             self._transport.push(state, version, flush_cache, deadline)
             measured = self._measurements.choose(size_bytes, [self.choice.transport])
+        trim_heap()  # the heap of a role process retains assembled layers
         took_s = self._clock.monotonic() - began_s
         verdict = self._measurements.record_success(measured, size_bytes, took_s)
         rates = self._measurements.rates_bytes_per_s()
