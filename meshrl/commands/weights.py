@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -210,16 +211,20 @@ def explain_transports(run: Path | None, mesh: Path | None, as_json: bool) -> No
         print(f"{way}: {sum(rates) / len(rates) / MIB:.3g} MiB/s")
 
 
+def collect_reports(process: str, stats: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what a process's stats report of transports, by receiver: it or its SGLang server."""
+    receivers = {process: TRANSPORT_STAT, SERVER_OF_ENGINE.format(process): SERVER_STAT}
+    return {receiver: stats[stat] for receiver, stat in receivers.items() if stats.get(stat)}
+
+
 def _read_received_versions(run: RunLocation) -> list[dict[str, Any]]:
     """Return the last report of each process, by its name."""
     if may_be_running(run.mesh_paths):
         entries = query_mesh(run.mesh_paths, registry.list_entries, ANSWER_TIMEOUT_S)
-        stats = ((TRANSPORT_STAT, "{}"), (SERVER_STAT, SERVER_OF_ENGINE))
         reports = {
-            (receiver := label.format(entry.name)): entry.stats[stat] | {"process": receiver}
+            receiver: report | {"process": receiver}
             for entry in entries
-            for stat, label in stats
-            if entry.stats.get(stat)
+            for receiver, report in collect_reports(entry.name, entry.stats).items()
         }
     else:
         reports = {

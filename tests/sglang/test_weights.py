@@ -26,6 +26,7 @@ from meshrl.services.engine.sglang.server import SGLangServer
 from meshrl.services.engine.sglang.weight_buckets import fill_shared_bucket
 from tests.load import scaled
 from tests.sglang import served
+from tests.sglang.interpreter import python
 from tests.sglang.processes import scheduler_of
 from tests.unit.common.generation.engines_under_test import (
     TINY,
@@ -200,13 +201,15 @@ def test_handles_are_read_by_sglangs_deserializer(monkeypatch: pytest.MonkeyPatc
     driver = (0, b"handle", 64, 0, False, b"counter", 0, b"event", True)
     arguments = (torch.Tensor, torch.Size([64]), (1,), 0, kind, torch.uint8, *driver)
     with monkeypatch.context() as patch:
-        patch.setattr(weight_buckets.reductions, "reduce_tensor", lambda t: (rebuild, arguments))
+        patch.setattr(
+            torch.multiprocessing.reductions, "reduce_tensor", lambda t: (rebuild, arguments)
+        )
         properties = type("Properties", (), {"uuid": "gpu-2"})
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         handle = weight_buckets._GpuHandle(bucket.copies[0])
         gpu = weight_buckets._dump({"flattened_tensor": handle, "metadata": [*bucket.entries]})
     found = subprocess.run(
-        [served.python(), "-P", "-c", READ],
+        [python(), "-P", "-c", READ],
         input=json.dumps({"shared": shared, "gpu": gpu}),
         capture_output=True,
         text=True,

@@ -26,7 +26,7 @@ from loadtests.measuring.rounds import Arm
 from loadtests.weights.scene import Plan
 
 MODULE = "loadtests.weights.members.pushing"
-STAGE_S, START_S, PUSH_S = 300.0, 900.0, 600.0
+STAGE_S, START_S, PUSH_S = 900.0, 900.0, 600.0
 LOOK_S = 0.002  # between two readings of all memory
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 BLOCK_BYTES = 512  # unit of `st_blocks`
@@ -41,12 +41,7 @@ async def server_push(plan: Plan) -> Arm:
     honest, answer = HostMeter(), Arm()
     kinds = WITH_SERVER if "MESHRL_SGLANG_PYTHON" in os.environ else FILES
     with tempfile.TemporaryDirectory(prefix="meshrl-push-", dir=plan.directory or None) as made:
-        stage = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", MODULE, "stage", made, str(plan.server_push), env=environment()
-        )
-        async with asyncio.timeout(STAGE_S):
-            if await stage.wait():
-                raise RuntimeError("the version could not be staged")
+        await _stage(made, plan)
         for kind in kinds:
             model_bytes, pushes = await _measure(kind, made, plan)
             answer["server_push_model_mib"] = round(model_bytes / (1 << 20), 1)
@@ -55,6 +50,18 @@ async def server_push(plan: Plan) -> Arm:
             answer[f"server_push_{kind}_extra"] = round(extra, 3)
             answer[f"server_push_{kind}_mb_s"] = round(model_bytes / took_s / 1e6)
     return answer | honest.get_validity()
+
+
+async def _stage(made: str, plan: Plan) -> None:
+    words = "-m", MODULE, "stage", made, str(plan.server_push)
+    stage = await asyncio.create_subprocess_exec(sys.executable, *words, env=environment())
+    try:
+        async with asyncio.timeout(STAGE_S):
+            if await stage.wait():
+                raise RuntimeError("the version could not be staged")
+    finally:
+        if stage.returncode is None:
+            stage.kill()
 
 
 async def _measure(kind: str, made: str, plan: Plan) -> tuple[int, list[tuple[int, float]]]:

@@ -100,7 +100,7 @@ class SerialisedTransport(DiskTransport):
     def push(self, state: Any, version: int, flush_cache: bool, deadline: Deadline) -> None:
         theirs = state_to_hf(state._config, state._state)
         content = save({name: t.contiguous() for name, t in theirs.items()})
-        weight_transports.write_file = lambda descriptor, _: write_all(descriptor, content)
+        weight_transports.write_file = lambda descriptor, state: write_all(descriptor, content)
         super().push({}, version, flush_cache, deadline)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import weakref
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from meshrl.services.engine.measurement.load_deadlines import (
     compute_load_deadline_s,
 )
 from meshrl.services.engine.sglang import v0_5, weight_buckets
+from meshrl.services.engine.sglang.http_client import HttpClient
 from meshrl.services.engine.sglang.server_tensors import ServerTensors
 from meshrl.services.engine.sglang.transport_choice import PushDevices, choose_server_transport
 from meshrl.services.engine.sglang.weight_buckets import (
@@ -55,12 +57,11 @@ class Answer:
         self.http, self.number = http, number
 
 
-class RecordingHttp:
+class RecordingHttp(HttpClient):
     """Server that records calls, and reads tensors when their answer is waited for."""
 
-    url = "http://recorded"
-
     def __init__(self) -> None:
+        self.url = "http://recorded"
         self.calls: list[tuple[str, Any]] = []
         self.events: list[str] = []
         self.received: dict[str, Tensor] = {}
@@ -115,7 +116,11 @@ class CountingImage(ImageTensors):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
         super().__init__(SimpleNamespace(meta_tensors=meta))  # type: ignore[arg-type]
-        self._tensors, self._alive, self.peak_bytes = tensors, weakref.WeakSet[Tensor](), 0
+        self._tensors, self._alive, self.peak_bytes = (
+            tensors,
+            weakref.WeakSet[torch.UntypedStorage](),
+            0,
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         made = self._tensors[name].clone()
@@ -234,7 +239,7 @@ def test_tensors_in_a_bucket_are_aligned() -> None:
 
 def test_bucket_beyond_the_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     space = SimpleNamespace(f_bavail=1, f_frsize=4096)
-    monkeypatch.setattr(weight_buckets.os, "statvfs", lambda path: space)
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
     with pytest.raises(CannotShare, match="shm-size") as caught:
         fill_shared_bucket(["big"], {"big": torch.zeros(2000)})
     assert 'rollout.sglang_weights = "disk"' in caught.value.fix
@@ -246,7 +251,7 @@ def test_gpu_handle_names_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -
     assert names[weight_buckets.DEVICE_ARGUMENT] == "storage_device"
     arguments = tuple(range(15))
     monkeypatch.setattr(
-        weight_buckets.reductions,
+        reductions,
         "reduce_tensor",
         lambda tensor: (reductions.rebuild_cuda_tensor, arguments),
     )

@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from meshrl.cli import app
+from meshrl.commands.weights import collect_reports
 from meshrl.common.base.errors import (
     ConfigError,
     MeshError,
@@ -458,6 +459,22 @@ def test_explain_prints_recorded_transport_choices(run: Run) -> None:
     assert "pull: 2 MiB/s" in result.output
     json_result = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
     assert json.loads(json_result.output)[0]["way"] == "collective"
+
+
+def test_explain_prints_the_transport_to_an_sglang_server(run: Run) -> None:
+    fields = {"way": "ipc", "why": "the engine process shares each rank's GPU", "verdict": ""}
+    fields |= {"bytes": 3 << 20, "took_s": 0.5, "predicted_s": 0.6, "rates": {"ipc": 6 << 20}}
+    run.event("weights_way", process="engine/g1.0 (SGLang)", host="a", **fields)
+    command = ["weights", "--explain", "--run", str(run.directory)]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert re.search(r"engine/g1\.0 \(SGLang\) +ipc +3 MiB +0\.5 s +0\.6 s", result.output)
+    assert "shares" in result.output and "ipc: 6 MiB/s" in result.output
+    stats = {"weights_way": {"way": "pull"}, "server_transport": fields}
+    assert collect_reports("engine/g1.0", stats) == {
+        "engine/g1.0": {"way": "pull"},
+        "engine/g1.0 (SGLang)": fields,
+    }
+    assert collect_reports("trainer/job", {"version": 3}) == {}
 
 
 def test_weights_without_a_command_shows_help() -> None:
