@@ -78,7 +78,7 @@ class RecordingHttp(HttpClient):
         self.events.append(f"start {path}")
         return Answer(self, len(self.calls) - 1)
 
-    def wait_for(self, answer: Answer, path: str, deadline_s: float) -> Any:
+    def wait_for(self, answer: Any, path: str, deadline_s: float) -> Any:
         self.events.append(f"wait {path}")
         if path == self.fails:
             return {"success": False, "message": "it has no room"}
