@@ -462,7 +462,8 @@ def test_explain_prints_recorded_transport_choices(run: Run) -> None:
 
 
 def test_explain_prints_the_transport_to_an_sglang_server(run: Run) -> None:
-    fields = {"way": "ipc", "why": "the engine process shares each rank's GPU", "verdict": ""}
+    fields: dict[str, Any] = {"way": "ipc", "why": "the engine process shares each rank's GPU"}
+    fields["verdict"] = ""
     fields |= {"bytes": 3 << 20, "took_s": 0.5, "predicted_s": 0.6, "rates": {"ipc": 6 << 20}}
     run.event("weights_way", process="engine/g1.0 (SGLang)", host="a", **fields)
     command = ["weights", "--explain", "--run", str(run.directory)]
