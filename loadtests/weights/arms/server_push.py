@@ -90,10 +90,10 @@ async def _measure(kind: str, made: str, plan: Plan) -> tuple[int, list[tuple[in
         async with asyncio.timeout(START_S):
             await sender.wait()
     finally:
-        if sender.returncode is None:
+        with contextlib.suppress(psutil.Error):  # it has exited
             for process in psutil.Process(sender.pid).children(recursive=True):
                 process.kill()
-            sender.kill()
+            psutil.Process(sender.pid).kill()
     return int(ready["model_bytes"]), pushes
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import save, save_file
 
-from loadtests.measuring.models import shape
 from loadtests.measuring.processes import served
+from loadtests.measuring.shapes import shape
 from meshrl.common.api.weights import Manifest, TensorPiece
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.generation.builtin.loaded_weights import get_tensor_shapes
