@@ -38,6 +38,8 @@ class BeginUpload:
     digest: str  # of the bundle
     files: Any  # name -> [bytes, digest]
     parameters: int  # of the model
+    # keys of config.json of each model by role (`trained`, `reference`, ..), for planning of memory
+    models: Any = None
 
 
 @message

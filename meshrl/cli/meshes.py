@@ -241,6 +241,17 @@ def delete(
 
 @app.command(rich_help_panel="Help")
 def doctor(
+    job: Annotated[
+        Path | None,
+        typer.Argument(metavar="[JOB]", help="Job file, whose memory is printed and checked."),
+    ] = None,
+    accelerator: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="With JOB: check for accelerators of this kind (H200) or size in GiB (80).",
+        ),
+    ] = "",
     require: Annotated[
         list[str] | None,
         typer.Option(
@@ -251,15 +262,24 @@ def doctor(
 ) -> None:
     """Check this machine as a host of a mesh; print a fix for each problem.
 
+    With a job, also print the memory of its processes by kind, and check that it fits.
+
     Examples:
 
         meshrl doctor
 
         meshrl doctor --require sglang
+
+        meshrl doctor job.toml --accelerator H200
     """
     from meshrl.commands import doctor as checks
 
-    raise typer.Exit(checks.print_findings(require or ()))
+    if accelerator and job is None:
+        raise typer.BadParameter("--accelerator belongs to a job file")
+    status = checks.print_findings(require or ())
+    if job is not None:
+        status = checks.check_job_memory(job, accelerator) or status
+    raise typer.Exit(status)
 
 
 engine = CommandGroup(

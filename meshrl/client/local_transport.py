@@ -29,7 +29,7 @@ from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, await_redis_answer, qu
 from meshrl.directory.run_claims import claim_run_directory, translate_write_errors
 from meshrl.job.bundle import pack_run
 from meshrl.job.job_file import JobFile
-from meshrl.job.model_files import count_parameters
+from meshrl.job.model_files import describe_models
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot, read_mesh_snapshot
 
 CONNECT_TIMEOUT_S = 10.0
@@ -145,9 +145,8 @@ def submit_local(
         isolation_probe.require_isolation(config)
 
     async def list_taken_names(state: StateClient) -> set[str]:
-        await check_job_is_feasible(
-            state, derive_requirements(config.to_document(), count_parameters(config))
-        )
+        document = config.to_document() | {"bundle": {"models": describe_models(config)}}
+        await check_job_is_feasible(state, derive_requirements(document), document)
         return {row.id for row in await jobs.read_jobs(state)}
 
     job = choose_free_name(config.name, query_mesh(place, list_taken_names, ANSWER_TIMEOUT_S))

@@ -76,7 +76,9 @@ class RemoteTransport:
             config, base, room = job.config, job.base, Path(scratch)
             directory, document = await asyncio.to_thread(bundle.pack_bundle, config, base, room)
             about = document.pop("bundle")
-            begin = BeginUpload(document, about["digest"], about["files"], about["parameters"])
+            begin = BeginUpload(
+                document, about["digest"], about["files"], about["parameters"], about["models"]
+            )
             async with aclosing(self._connection.stream(Gateway.upload, begin)) as replies:
                 opened = await anext(replies)
                 await self._send_files(directory, about["files"], opened.upload, opened.piece_bytes)

@@ -69,6 +69,22 @@ def require_subjects(lines: Iterator[Finding], required: Collection[str]) -> Ite
         yield Finding(ERROR, subject, "no check has this subject", fix)
 
 
+def check_job_memory(job: Path, accelerator: str) -> int:
+    """Print the memory of a job's processes; return 1 and print the reason if it does not fit."""
+    from meshrl.commands import memory_table
+    from meshrl.job import job_reader
+    from meshrl.job.checks.host import memory
+
+    found = job_reader.read_job_file(job, [])
+    memory_table.print_memory(found.config, Console(), accelerator)
+    try:
+        memory.check_memory(found, accelerator)
+    except ConfigError as error:
+        print(error)
+        return 1
+    return 0
+
+
 def run_checks() -> Iterator[Finding]:
     """Yield one finding for each requirement of a mesh. Nothing that a check starts outlives it."""
     checks: list[Callable[[], Finding]] = [

@@ -40,7 +40,7 @@ from meshrl.job import (
     tasksets,
 )
 from meshrl.job.job_file import JobFile
-from meshrl.job.model_files import load_shape
+from meshrl.job.model_files import describe_models, load_shape
 from meshrl.job.row_files.data_source import list_sources
 
 MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -69,9 +69,10 @@ def pack_bundle(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dic
     """Write the job's bundle under `run_dir`; return its directory and the document to submit.
 
     The document is `config.to_document()`, with paths relative to the bundle, and `bundle: {dir,
-    digest, files, parameters, shape}`. `files` has bytes and digest of each file by its name, so
-    that readers can check it. `parameters` and `shape` are the model's, for planning its place and
-    cost. `origins` has the repository and commit of each key that named a Hub id.
+    digest, files, parameters, shape, models}`. `files` has bytes and digest of each file by its
+    name, so that readers can check it. `parameters` and `shape` are the model's, for planning its
+    place and cost, and `models` describes all models, for planning memory. `origins` has the
+    repository and commit of each key that named a Hub id.
     """
     hub_origins.fetch_weights(JobFile(config, base, _make_unlocated_error))
     origins = hub_origins.find_origins(config)
@@ -93,6 +94,7 @@ def pack_bundle(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dic
         "files": files,
         "parameters": model.num_parameters,
         "shape": asdict(ModelShape.from_config(model)),
+        "models": describe_models(config),
     }
     if origins:
         document["bundle"]["origins"] = origins

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.job.config import EnvironmentConfig, JobConfig
+from meshrl.common.job.config import INITIAL, EnvironmentConfig, JobConfig
+from meshrl.common.job.memory.plan import JobModels
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.chat.chat_format import ChatFormat
 from meshrl.common.model.files import weight_files
@@ -84,3 +85,21 @@ def check_weights(path: str, shape: ModelConfig) -> None:
 
 def count_parameters(config: JobConfig) -> int:
     return load_shape(config).num_parameters
+
+
+def load_models(config: JobConfig) -> JobModels:
+    """Return the shapes of all models of a job; ConfigError as in `load_shape_from`."""
+    trained = load_shape(config)
+    frozen = {
+        role: trained if model.path == INITIAL else load_shape_from(model.path, {})
+        for role, model in config.models.models_by_role.items()
+    }
+    return JobModels(trained, frozen)
+
+
+def describe_models(config: JobConfig) -> dict[str, Any]:
+    """Return the keys of config.json of each model by role, for the planning of memory."""
+    models = load_models(config)
+    return {
+        role: shape.to_hf() for role, shape in {"trained": models.trained, **models.frozen}.items()
+    }

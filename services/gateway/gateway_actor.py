@@ -98,8 +98,9 @@ class GatewayActor(HostCalls):
                 f"pool.priority = {priority} exceeds {most}, the maximum of this token's jobs",
                 fix="Ask the mesh's owner for a token created with --priority",
             )
-        need = derive_requirements(config.to_document(), request.parameters)
-        await check_job_is_feasible(self.mesh.state, need)
+        document = config.to_document() | {"bundle": {"models": request.models or {}}}
+        need = derive_requirements(document)
+        await check_job_is_feasible(self.mesh.state, need, document)
         opened = self._uploads.open_upload(token, request, clock.monotonic())
         async with opened as upload:
             yield UploadOpened(upload.id, PIECE_BYTES)

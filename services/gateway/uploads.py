@@ -41,6 +41,7 @@ class Upload:
     digest: str
     files: Mapping[str, tuple[int, str]]
     parameters: int  # of its model
+    models: dict[str, Any]  # descriptions of its models by role
     directory: Path  # becomes the run directory
     last_arrival_s: float  # time of the last data
     is_sealed: bool = False  # all data has arrived: no more writes
@@ -111,9 +112,8 @@ class Uploads:
             )
         name = uuid.uuid4().hex
         directory = self._runs / f"{INCOMING_PREFIX}{name}"
-        upload = self._open_uploads[name] = Upload(
-            name, token_id, config, begin.digest, checked, begin.parameters, directory, now_s
-        )
+        about = config, begin.digest, checked, begin.parameters, begin.models or {}
+        upload = self._open_uploads[name] = Upload(name, token_id, *about, directory, now_s)
         try:
             make = bundle_upload.create_empty_files
             await self._host.run_blocking(make, upload.bundle, checked, deadline_s=IO_TIMEOUT_S)
@@ -175,6 +175,7 @@ class Uploads:
             "digest": upload.digest,
             "files": {name: list(about) for name, about in upload.files.items()},
             "parameters": upload.parameters,
+            "models": upload.models,
         }
         document = upload.config.to_document() | {"bundle": bundle}
         documents.write(upload.directory / "job.json", about | {"job": job, "document": document})

@@ -153,6 +153,7 @@ async def run_hybrid(
 ) -> None:
     learner = learner_factory.make_learner(data)
     add_adapters(data, learner)
+    learner.drop_moments()
     hybrid = Hybrid(mesh, data, placement, learner)
     await mesh.join(hybrid, stats=hybrid.collect_stats, bulk_address=hybrid.outbox.address)
     try:

@@ -17,9 +17,8 @@ from meshrl.common.job.change_rules import apply_changes
 from meshrl.common.job.config import INITIAL, JobConfig
 from meshrl.common.job.learning_rates import SUPERVISED_RATE, get_usual_rates
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.state.pool.demand.requirements import shares_core_worker
 from meshrl.job.checks.host.devices import list_devices
-from meshrl.job.defaults.memory import GIB, estimate_memory
+from meshrl.job.checks.host.memory import GIB, plan_job_memory
 from meshrl.job.job_file import Choice, JobFile
 from meshrl.job.model_files import load_shape, load_shape_from
 
@@ -160,11 +159,10 @@ def _choose_checkpointing(job: JobFile, shape: ModelConfig, gpu_bytes: list[int]
         return _choose(job, key, large, why)
     training = replace(job.config.training, activation_checkpointing=False)
     config = replace(job.config, training=training)
-    processes = estimate_memory(config)[: 2 if shares_core_worker(config) else 1]
-    needed, room = (
-        sum(one.total_bytes for one in processes),
-        min(size for size in gpu_bytes if size),
-    )
+    plan = plan_job_memory(config)
+    processes = plan.by_worker[0]  # with the core
+    room = min(size for size in gpu_bytes if size)
+    needed = sum(one.total_bytes for one in processes)
     large = needed > MAX_CORE_SHARE * room
     why = (
         f"without it {' and '.join(one.process for one in processes)} take "

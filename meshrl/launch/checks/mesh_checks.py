@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshrl.job.checks.host import all_checks as checks
-from meshrl.job.checks.host import devices, programs
+from meshrl.job.checks.host import devices, memory, programs
 from meshrl.job.checks.host.error_texts import raise_combined
 from meshrl.job.job_file import Check, JobFile
 from meshrl.launch.checks import redis_checks
@@ -11,7 +11,7 @@ from meshrl.launch.checks.address_checks import check_bind_address, check_metric
 
 MESH_CHECKS: tuple[Check, ...] = (
     devices.check_devices,
-    devices.check_memory,
+    memory.check_memory,
     check_bind_address,
     check_metrics_ports,
     redis_checks.check_redis,

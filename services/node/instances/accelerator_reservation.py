@@ -83,7 +83,7 @@ class AcceleratorReservation:
             # else it has the memory already
             if first_report is None or first_report.tier != Tier.ACCELERATOR:
                 await context.gpu_memory.check_free(
-                    instance, self.name, size_bytes, self._worker_processes()
+                    instance, self.name, 0, self._worker_processes()
                 )
             context.budgets.record_usage(self.name, TierBytes(accelerator=size_bytes))
         except OverBudget as error:

@@ -6,18 +6,20 @@ Other programs may have the memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from meshrl.common.base.errors import NotFound
 from meshrl.common.hardware.gpus import nvml
 from meshrl.common.hardware.gpus.devices import DeviceMemory
+from meshrl.common.job.memory.process_memory import CONTEXT_BYTES
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import jobs
 from meshrl.common.state.pool.demand.requirements import derive_requirements
+from meshrl.common.state.pool.demand.role_memory import derive_role_memory
 from meshrl.common.state.pool.scheduling.feasibility import estimate_accelerator_bytes
 from meshrl.common.state.pool.workers.rows import Instance
 from meshrl.services.node.instances.budgets import OverBudget
 
-CUDA_CONTEXT_BYTES = 512 << 20  # taken by CUDA itself, before the first tensor
 DRIVER_TIMEOUT_S = 30.0  # the driver answers at once, or hangs
 MAX_NAMED_HOLDERS = 4  # processes listed in the error, the largest first
 
@@ -50,7 +52,8 @@ class GpuMemoryGuard:
         """
         if not self._uuid:
             return
-        needed_bytes = max(peak_bytes, await self.estimate_min_bytes(instance)) + CUDA_CONTEXT_BYTES
+        context_bytes = CONTEXT_BYTES["cuda"]  # no process reports it among its own bytes
+        needed_bytes = max(peak_bytes + context_bytes, await self.estimate_min_bytes(instance))
         memory = await self._mesh.host.run_blocking(
             _read_memory, self._uuid, deadline_s=DRIVER_TIMEOUT_S
         )
@@ -66,13 +69,14 @@ class GpuMemoryGuard:
     async def estimate_min_bytes(self, instance: Instance) -> int:
         """Estimate an instance's minimum bytes on each of its workers from its job's model.
 
-        Return 0 if the job is no longer in Redis.
+        They include CUDA's context. Return its bytes alone if the job is no longer in Redis.
         """
         try:
             row = await jobs.read_job(self._mesh.state, instance.job)
         except NotFound:
-            return 0
-        requirements = derive_requirements(row.document)
+            return CONTEXT_BYTES["cuda"]
+        memory = derive_role_memory(row.document, "cuda")
+        requirements = replace(derive_requirements(row.document), memory=memory)
         return estimate_accelerator_bytes(
             instance.role, instance.core, len(instance.ranks), requirements
         )

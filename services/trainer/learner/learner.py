@@ -66,6 +66,7 @@ class Learner:
         self._temperature = temperature
         self._dtype = dtype
         self._optimizer_config = optimizer
+        self._has_moments = True
         self._build_optimizer()
 
     def _build_optimizer(self) -> None:
@@ -82,6 +83,10 @@ class Learner:
         if self._has_critic:
             critic.get_critic(self.model).requires_grad_(True)
         self._build_optimizer()
+
+    def drop_moments(self) -> None:
+        """Exclude the optimizer's moments from this learner's tensors, as it makes no updates."""
+        self._has_moments = False
 
     def update_settings(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
         """Replace the settings, except the algorithm's name and the choice of Muon's parameters."""
@@ -258,7 +263,7 @@ class Learner:
             f"model.{name}": sharded_tensors.get_local_rows(p)
             for name, p in self.model.named_parameters()
         }
-        moments = self._optimizer.get_tensors()
+        moments = self._optimizer.get_tensors() if self._has_moments else {}
         return named | {f"optimizer.{name}": tensor for name, tensor in moments.items()}
 
     def get_derived_tensors(self) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -182,10 +183,18 @@ class AdamW:
         self._spans, self.lr, self.weight_decay = spans, lr, weight_decay
         self._sizes = [part.numel for part in spans]
         self._batches = list(split_into_batches(spans))
-        device = spans[0].parameter.device if spans else None
-        self.mean = torch.zeros(sum(self._sizes), device=device)
-        self.square = torch.zeros_like(self.mean)
         self.steps = 0
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """First moments. Moments take memory at their first use: hybrids never use them."""
+        device = self._spans[0].parameter.device if self._spans else None
+        return torch.zeros(sum(self._sizes), device=device)
+
+    @cached_property
+    def square(self) -> Tensor:
+        """Second moments."""
+        return torch.zeros_like(self.mean)
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
         if not self._spans:
@@ -223,12 +232,17 @@ class Muon:
         self._height = first.shape[-2]
         # Tall matrices take larger steps.
         self._lr_scale = max(1.0, first.shape[-2] / first.shape[-1]) ** 0.5
-        self.momentum = torch.zeros(len(spans), *spans[0].shape, device=first.device)
         # A stack is sharded between matrices, which stay complete.
         self._group = get_shard_group(first) if first.dim() == 2 else None
         ranks = 1 if self._group is None else self._group.size()
         # Each rank has a share of full matrices, and all ranks the same number of rows.
         self._batch_matrices = max(1, MAX_BATCH_NUMBERS // max(1, first.numel() * ranks)) * ranks
+
+    @cached_property
+    def momentum(self) -> Tensor:
+        """Momentum of all matrices, which takes memory at its first use."""
+        first = self._spans[0]
+        return torch.zeros(len(self._spans), *first.shape, device=first.parameter.device)
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
         lr = self.lr * lr_factor

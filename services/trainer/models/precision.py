@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshrl.common.model.network.decoder import Decoder
 
@@ -16,7 +17,12 @@ class WorkingCopy:
     """Narrower copy of a model for passes; gradients are summed over bins in float32."""
 
     def __init__(self, masters: Decoder, dtype: torch.dtype) -> None:
-        self.model = copy.deepcopy(masters).to(dtype)
+        # Narrow copies of the tensors first, so that no float32 copy of the model is made.
+        narrow: dict[int, Any] = {
+            id(p): nn.Parameter(p.detach().to(dtype), p.requires_grad) for p in masters.parameters()
+        }
+        narrow |= {id(b): b.to(dtype) for b in masters.buffers()}
+        self.model = copy.deepcopy(masters, narrow)
         self._masters: list[Tensor] = list(masters.parameters())
         self._parameters: list[Tensor] = list(self.model.parameters())
         self._sums: dict[Tensor, Tensor] = {}

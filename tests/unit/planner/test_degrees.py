@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.role_memory import RoleMemory
 from meshrl.common.state.pool.scheduling.decisions import FailJob, RejectRequest, RemoveInstance
 from meshrl.common.state.pool.scheduling.feasibility import (
     drop_infeasible_degrees,
@@ -77,7 +78,10 @@ def test_small_workers_form_larger_engines() -> None:
     bench = PlannerBench(
         pool(
             [4],
-            job(tensor_parallel=(1, 2, 4), parameter_bytes=100, half_precision_engines=True),
+            job(
+                tensor_parallel=(1, 2, 4),
+                memory=RoleMemory(core=400, hybrid=200, engines={1: 50, 2: 25, 4: 12}),
+            ),
             settings=QUIET,
         )
     )

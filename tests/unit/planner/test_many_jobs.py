@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from meshrl.common.base.errors import Refused
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.demand.role_memory import RoleMemory
 from meshrl.common.state.pool.scheduling.decisions import Decision, PlaceInstance
 from meshrl.common.state.pool.scheduling.feasibility import count_min_workers, explain_infeasible
 from meshrl.common.state.pool.store.snapshot_documents import decode_snapshot, encode_snapshot
@@ -164,8 +165,12 @@ def test_engine_without_time_slicing_has_its_own_worker() -> None:
     assert "2 workers (1 for its core, 1 to roll out)" in output
 
 
+# Of a model with 25 float32 parameters and two moments each.
+MEMORY = RoleMemory(core=400, core_state=300, hybrid=200, engines={1: 100})
+
+
 def test_engine_and_core_share_no_accelerator_without_enough_memory() -> None:
-    jobs = [job("a", parameter_bytes=100)]
+    jobs = [job("a", memory=MEMORY)]
     bench = PlannerBench(pool([1], *jobs))
     small = replace(bench.snapshot.workers[0].budget, accelerator=450)
     bench.update_worker("w0", budget=small)
@@ -180,14 +185,14 @@ def test_second_core_does_not_sleep_on_a_full_disk() -> None:
     """Check that of two cores that would sleep on the same worker, the second finds the disk
     full.
     """
-    bench = PlannerBench(pool([1], job("a", parameter_bytes=100)))
+    bench = PlannerBench(pool([1], job("a", memory=MEMORY)))
     budget = replace(bench.snapshot.workers[0].budget, disk=400)
     bench.update_worker("w0", budget=budget)
     bench.settle()
     for number, id in enumerate("bc", 1):
         jobs = (
             *bench.snapshot.jobs,
-            job(id, parameter_bytes=100, priority=number, submitted_ms=number),
+            job(id, memory=MEMORY, priority=number, submitted_ms=number),
         )
         bench.update(jobs=jobs)
         bench.settle()

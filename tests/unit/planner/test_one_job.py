@@ -9,6 +9,7 @@ import pytest
 
 from meshrl.common.job.config import PlannerConfig
 from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.role_memory import RoleMemory
 from meshrl.common.state.pool.scheduling.decisions import (
     Decision,
     FailJob,
@@ -172,7 +173,7 @@ def test_job_waits_for_hosts_if_the_head_has_no_workers() -> None:
 
 
 def test_job_too_large_for_every_accelerator_fails_with_its_bytes() -> None:
-    bench = PlannerBench(pool([2], job(parameter_bytes=100)))
+    bench = PlannerBench(pool([2], job(memory=RoleMemory(core=400))))
     for worker in ("w0", "w1"):
         bench.update_worker(worker, budget=TierBytes(accelerator=300))
     bench.settle()

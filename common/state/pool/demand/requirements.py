@@ -15,6 +15,7 @@ from meshrl.common.job.isolation.runners import ContainerRunner
 from meshrl.common.job.isolation.tiers import RUNNER
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.demand.measurements import Measurements
+from meshrl.common.state.pool.demand.role_memory import RoleMemory, derive_role_memory
 from meshrl.common.state.pool.workers.rows import ExpertSplit
 
 
@@ -42,11 +43,8 @@ class JobRequirements:
     max_workers: int = 0  # maximum number of workers; 0: unlimited
     priority: int = 0  # jobs of higher priority take workers from lower ones
     share: float = 1.0  # weight among jobs of the same priority
-    parameter_bytes: int = 0  # of its trained model's parameters in float32; 0: unknown
-    adapters: bool = False  # low-rank adapters are trained instead of the model
-    optimizer_moments: int = 2  # of the optimizer, each as large as the trained parameters
+    memory: RoleMemory = field(default_factory=RoleMemory)  # minimum of its instances
     allows_hybrids: bool = True  # True if hybrids can compute gradients for its core
-    half_precision_engines: bool = False  # its engines hold the parameters in 16 bits
     # ascending: possible numbers of workers of an engine, on one host
     tensor_parallel: tuple[int, ...] = (1,)
 
@@ -90,15 +88,8 @@ class PlannedJob:
     activation_checkpointing: bool = False  # True if training recomputes activations
 
 
-def derive_requirements(
-    document: Mapping[str, Any], parameters: int | None = None
-) -> JobRequirements:
-    """Return the requirements of a job from its submitted document.
-
-    `parameters` is the number of the model's parameters, if the job is not packed yet.
-    """
-    if parameters is None:
-        parameters = document.get("bundle", {}).get("parameters", 0)
+def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
+    """Return the requirements of a job from its submitted document."""
     pool, models, rollout = document["pool"], document["models"], document["rollout"]
     reward, training = document["reward"], document["training"]
     sandboxed = document["environment"]["tools"] or reward["use"] or reward["parts"]
@@ -118,13 +109,10 @@ def derive_requirements(
         max_workers=pool["workers"]["most"],
         priority=pool["priority"],
         share=pool["share"],
-        parameter_bytes=4 * parameters,
-        adapters=bool(document["lora"]["rank"]),
-        optimizer_moments=1 if document["optimizer"]["muon_lr"] else 2,  # Muon has one, AdamW two
+        memory=derive_role_memory(document),
         # Not where ranks emulate a speed of their own.
         allows_hybrids=parse_emulation_scale(training.get("emulate", "")) is None
         and not explain_no_hybrids([rollout["dtype"]], training["dtype"]),
-        half_precision_engines=rollout["dtype"] != "float32",
         tensor_parallel=degrees,
     )
 

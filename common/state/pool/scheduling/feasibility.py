@@ -6,36 +6,28 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from meshrl.common.job.memory.process_memory import describe_bytes
 from meshrl.common.state.pool.demand.requirements import JobRequirements
 from meshrl.common.state.pool.workers.rows import Instance, Role, Tier, TierBytes, WorkerRow
 from meshrl.common.state.pool.workers.settings import PoolSettings
+
+# Keys that lower the memory of a role.
+MEMORY_KEYS = {
+    "core": "training.ranks, training.bin_tokens, training.activation_checkpointing or lora.rank",
+    "engine": "rollout.tensor_parallel, rollout.dtype, rollout.slots or rollout.max_tokens",
+}
 
 
 def estimate_accelerator_bytes(
     role: Role, core: bool, ranks: int, requirements: JobRequirements
 ) -> int:
-    """Return the minimum bytes of each worker's accelerator for such an instance; 0: unknown.
-
-    Beside the parameters a hybrid holds gradients of the trained parameters; a core also holds the
-    optimizer's moments. An engine of several ranks holds a part of the parameters on each. For a
-    core with separate expert ranks the bytes are unknown, as the share of the experts is.
-    """
+    """Return the minimum bytes of each worker's accelerator for such an instance; 0: unknown."""
+    memory = requirements.memory
     if role == Role.ROLLOUT:
-        return (
-            requirements.parameter_bytes // 2
-            if requirements.half_precision_engines
-            else requirements.parameter_bytes
-        ) // ranks
-    if role != Role.TRAINING:
-        return 0
-    if core and requirements.attention_ranks:
-        return 0
-    trained = 0 if requirements.adapters else requirements.parameter_bytes
-    return (
-        (requirements.parameter_bytes + trained * (1 + requirements.optimizer_moments)) // ranks
-        if core
-        else requirements.parameter_bytes + trained
-    )
+        return memory.engines.get(ranks, 0)
+    if role == Role.TRAINING:
+        return memory.core if core else memory.hybrid
+    return memory.scoring if role == Role.SCORING else 0
 
 
 def estimate_offload_bytes(instance: Instance, requirements: JobRequirements) -> int:
@@ -45,10 +37,7 @@ def estimate_offload_bytes(instance: Instance, requirements: JobRequirements) ->
     """
     if not instance.core:
         return 0
-    trained = 0 if requirements.adapters else requirements.parameter_bytes
-    return (requirements.parameter_bytes + trained * requirements.optimizer_moments) // (
-        len(instance.ranks) - requirements.attention_ranks
-    )
+    return requirements.memory.core_state // (len(instance.ranks) - requirements.attention_ranks)
 
 
 def has_room(budget: TierBytes, tier: Tier, used_bytes: int, needed_bytes: int) -> bool:
@@ -194,13 +183,11 @@ def explain_too_little_memory(
         if max(fit.values(), default=0) >= count:
             continue
         largest = max((worker.budget.accelerator for worker in workers), default=0)
-        more_ranks = {"core": "training.ranks", "engine": "rollout.tensor_parallel"}
-        spread = f", or raise {more_ranks[role]}"
         return (
-            f"the job's {role} needs {more} bytes on each of {count} accelerators of one "
-            f"{settings.gang_scope} (its model has {requirements.parameter_bytes} in float32). No "
-            f"{settings.gang_scope} has them, and the largest accelerator has {largest}: join "
-            f"larger ones (`--accelerator-bytes`), or train a smaller model{spread}"
+            f"the job's {role} needs at least {describe_bytes(more)} on each of {count} "
+            f"accelerators of one {settings.gang_scope}. No {settings.gang_scope} has them, and "
+            f"the largest accelerator has {describe_bytes(largest)}: join larger ones "
+            f"(`--accelerator-bytes`), or change {MEMORY_KEYS[role]}"
         )
     return ""
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshrl.common.base.errors import Refused
+from meshrl.common.job.config import JobConfig
 from meshrl.common.job.isolation.tiers import TIER_DESCRIPTIONS
+from meshrl.common.job.memory.remedies import MemoryNeed, describe_remedies, find_remedies
 from meshrl.common.state import registry
-from meshrl.common.state.pool.demand.requirements import JobRequirements
-from meshrl.common.state.pool.scheduling.feasibility import explain_infeasible
+from meshrl.common.state.pool.demand.requirements import JobRequirements, derive_requirements
+from meshrl.common.state.pool.scheduling.feasibility import (
+    drop_infeasible_degrees,
+    explain_infeasible,
+    explain_too_little_memory,
+)
 from meshrl.common.state.pool.scheduling.host_services import explain_rejected_service
 from meshrl.common.state.pool.scheduling.snapshot import PoolHost
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.process_names import SERVICE_NAMES
+from meshrl.common.state.pool.workers.rows import WorkerRow
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import MESH_PREFIX
@@ -21,11 +29,14 @@ from meshrl.common.state.redis.keys import MESH_PREFIX
 SETTINGS_KEY = f"{MESH_PREFIX}:settings"  # settings of the mesh, written by the launcher
 
 
-async def check_job_is_feasible(state: StateClient, requirements: JobRequirements) -> None:
+async def check_job_is_feasible(
+    state: StateClient, requirements: JobRequirements, document: Mapping[str, Any] | None = None
+) -> None:
     """Raise Refused if a job could never run, with its requirements and the mesh's resources.
 
     A job is rejected if it could not run without other jobs, or if no host has the isolation for
-    its model's code. A mesh without workers accepts all: workers are still joining.
+    its model's code. A mesh without workers accepts all: workers are still joining. `document`: the
+    job's, for the changes with which it would fit.
     """
     if reason := explain_missing_isolation(await read_host_offers(state), requirements):
         raise Refused(reason, fix="`meshrl doctor` on one of them lists what it is missing")
@@ -35,7 +46,30 @@ async def check_job_is_feasible(state: StateClient, requirements: JobRequirement
     row = json.loads(await state.run_command("GET", SETTINGS_KEY) or "{}")
     settings = PoolSettings(**row.get("pool", {}))
     if reason := explain_infeasible(requirements, workers, settings):
-        raise Refused(reason)
+        raise Refused(reason, fix=find_memory_fix(document, workers, settings) if document else "")
+
+
+def find_memory_fix(
+    document: Mapping[str, Any], workers: Sequence[WorkerRow], settings: PoolSettings
+) -> str:
+    """Return the keys with which a job fits into these workers' memory; empty if memory suffices.
+
+    Each is tried.
+    """
+    models = document.get("bundle", {})
+    requirements = drop_infeasible_degrees(derive_requirements(document), workers)
+    if not explain_too_little_memory(requirements, workers, settings):
+        return ""
+
+    def measure(config: JobConfig) -> MemoryNeed:
+        changed = derive_requirements(config.to_document() | {"bundle": models})
+        memory = changed.memory
+        engine = min(memory.engines.values(), default=0) if changed.needs_rollout else 0
+        fits = not explain_infeasible(changed, workers, settings)
+        return MemoryNeed(max(memory.core, engine), fits)
+
+    config = JobConfig.from_document({k: v for k, v in document.items() if k != "bundle"})
+    return describe_remedies(find_remedies(config, measure))
 
 
 async def read_host_offers(state: StateClient) -> list[PoolHost]:

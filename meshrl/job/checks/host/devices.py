@@ -15,13 +15,8 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.hardware.gpus.devices import Device
 from meshrl.common.hardware.gpus.selection import DRIVER_TIMEOUT_S, check_device_count
 from meshrl.common.hardware.gpus.visibility import CUDA_ENV
-from meshrl.common.state.pool.demand.requirements import derive_requirements, shares_core_worker
-from meshrl.common.state.pool.scheduling.feasibility import estimate_accelerator_bytes
-from meshrl.common.state.pool.workers.rows import Role
 from meshrl.job.job_file import JobFile
-from meshrl.job.model_files import count_parameters
 
-GIB = 1 << 30
 IMPORT_TIMEOUT_S = 60.0  # for torch
 LIST_COMMAND = [sys.executable, "-m", "meshrl.common.hardware.gpus"]
 CUDA_PROBE = "import torch; torch.cuda.init(); print(torch.cuda.get_device_name(0))"
@@ -36,33 +31,6 @@ def check_devices(job: JobFile) -> None:
     except ConfigError as error:
         key = "mesh.workers" if error.where == "mesh.workers" else "mesh.device"
         raise job.make_error(key, f"{key}: {error.message}", error.fix) from error
-
-
-def check_memory(job: JobFile) -> None:
-    """Check that each GPU has the least memory that the core needs, and an engine beside it.
-
-    The least are weights, gradients and moments, without the activations of a pass.
-    """
-    config = job.config
-    if config.mesh.device != "cuda":
-        return
-    try:
-        room = min(device.memory_bytes for device in list_devices())
-    except ConfigError:
-        return  # `check_devices` reports that
-    needs = derive_requirements(config.to_document(), count_parameters(config))
-    core = estimate_accelerator_bytes(Role.TRAINING, True, needs.ranks, needs)
-    if is_shared := shares_core_worker(config):
-        core += estimate_accelerator_bytes(Role.ROLLOUT, False, 1, needs)
-    if 0 < room < core:
-        what = "core and engine, which share a GPU, need" if is_shared else "the core needs"
-        ranks = "" if needs.adapters else "Set lora.rank = 32 to train adapters, raise "
-        raise job.make_error(
-            "mesh.workers" if is_shared else "training.ranks",
-            f"{what} at least {core / GIB:.1f} GiB on each GPU, and the smallest has "
-            f"{room / GIB:.1f} GiB",
-            f"{ranks or 'Raise '}training.ranks with more GPUs, or train a smaller model",
-        )
 
 
 def find_usable_devices(device: str, workers: int = 0) -> list[Device]:

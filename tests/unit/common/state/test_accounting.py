@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from meshrl.common.state.pool.demand.measurements import (
 )
 from meshrl.common.state.pool.demand.planned_jobs import ProcessStats, collect_measurements
 from meshrl.common.state.pool.demand.requirements import JobRequirements
+from meshrl.common.state.pool.demand.role_memory import RoleMemory
 from meshrl.common.state.pool.scheduling.feasibility import (
     estimate_accelerator_bytes,
     estimate_offload_bytes,
@@ -160,24 +162,22 @@ def test_repeated_versions_and_group_numbers_are_violations() -> None:
     assert "opened_twice = 1" in format_violations(terms) and "lost" not in format_violations(terms)
 
 
-def test_memory_of_a_core_with_split_experts_is_not_estimated() -> None:
-    uniform, split = (
-        JobRequirements(ranks=4, parameter_bytes=1000),
-        JobRequirements(ranks=4, attention_ranks=2, parameter_bytes=1000),
-    )
-    # Weights, gradients and two moments.
-    assert estimate_accelerator_bytes(Role.TRAINING, True, 4, uniform) == 1000
-    assert estimate_accelerator_bytes(Role.TRAINING, True, 4, split) == 0
-    assert (
-        estimate_accelerator_bytes(Role.TRAINING, False, 1, split)
-        == estimate_accelerator_bytes(Role.TRAINING, False, 1, uniform)
-        == 2000
-    )
+def test_offloaded_core_takes_its_rows_on_each_worker() -> None:
+    memory = RoleMemory(core=900, core_state=3000, hybrid=2000, scoring=70, engines={2: 80})
+    uniform = JobRequirements(ranks=4, memory=memory)
+    split = replace(uniform, attention_ranks=2)
     core = Instance("g0.0", "j", Role.TRAINING, core=True, ranks=(0, 1, 2, 3))
-    assert (estimate_offload_bytes(core, uniform), estimate_offload_bytes(core, split)) == (
-        750,
-        1500,
-    )
+    assert estimate_offload_bytes(core, uniform) == 750
+    assert estimate_offload_bytes(core, split) == 1500, "experts have nearly all parameters"
+    cases = [
+        (Role.TRAINING, True, 4, 900),
+        (Role.TRAINING, False, 1, 2000),
+        (Role.ROLLOUT, False, 2, 80),
+        (Role.ROLLOUT, False, 1, 0),
+        (Role.SCORING, False, 1, 70),
+    ]
+    for role, is_core, ranks, size_bytes in cases:
+        assert estimate_accelerator_bytes(role, is_core, ranks, uniform) == size_bytes
 
 
 def test_only_nonzero_work_is_encoded_and_it_round_trips() -> None:

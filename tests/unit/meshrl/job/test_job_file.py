@@ -16,13 +16,14 @@ from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.job.bundle.bundle_files import compute_digest, list_files
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.schema import JOB_SCHEMA
+from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.state.pool.demand.requirements import derive_requirements
 from meshrl.job.bundle import pack_bundle
 from meshrl.job.defaults.differences import select_differences
 from meshrl.job.edited_job_file import describe_edits, record_job_file
 from meshrl.job.job_file import get_value
 from meshrl.job.job_reader import apply_override, load_config, read_job_file
-from meshrl.job.model_files import count_parameters
+from meshrl.job.model_files import count_parameters, load_shape
 from meshrl.job.references import find_local_imports
 from meshrl.job.toml.reader import find_key_lines, find_line
 from meshrl.job.toml.writer import to_toml
@@ -246,6 +247,7 @@ def test_bundle_contains_code_rows_and_tokenizer(job: Path, tmp_path: Path) -> N
     files = document["bundle"].pop("files")
     shape = document["bundle"].pop("shape")
     assert ModelShape(**shape).parameters == count_parameters(config) > 0
+    assert ModelConfig.from_hf(document["bundle"].pop("models")["trained"]) == load_shape(config)
     about = {
         "dir": str(directory),
         "digest": directory.name,

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from meshrl.common.job.config import JobConfig
+from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.state import jobs, registry
+from meshrl.common.state.pool.demand.role_memory import derive_role_memory
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import InstancePhase
 from meshrl.view.live import mesh_tables
@@ -23,6 +25,7 @@ from tests.unit.node.smallmesh import POLL_S, SOON_S, SmallMesh
 
 pytestmark = pytest.mark.needs("compiler")
 A, B, M = "GPU-aaaa", "GPU-bbbb", "MIG-cccc"
+MODEL = ModelConfig("qwen3", 65_536, 2048, 16, 16, 8, 128, 6144)  # 970 million parameters
 
 
 def read_environment(pid: int) -> dict[str, str]:
@@ -45,7 +48,7 @@ async def test_role_process_sees_its_workers_device_and_a_full_device_is_refused
     assert (rows["w0"].uuid, rows["w0"].accelerator) == (A, "cuda:0 NVIDIA H100")
     assert (rows["w1"].uuid, rows["w1"].budget.accelerator) == (M, 10 * GIB)
     document = JobConfig.from_document({"name": "j"}).to_document()
-    document |= {"bundle": {"dir": str(mesh.directory), "parameters": 1_000_000_000}}
+    document |= {"bundle": {"dir": str(mesh.directory), "models": {"trained": MODEL.to_hf()}}}
     await jobs.submit(mesh.state, "j", document, str(mesh.directory), "j")
     await mesh.place("g0.0")
     await mesh.place("g1.0")
@@ -54,7 +57,8 @@ async def test_role_process_sees_its_workers_device_and_a_full_device_is_refused
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["MESHRL_DEVICE"]) == (M, "cuda")
     refused = await mesh.until("failed", "g0.0", lambda r: r.phase == InstancePhase.FAILED)
     for words in (
-        "engine/g0.0 needs 4536870912 bytes of GPU GPU-aaaa, which has 1000 free",
+        f"engine/g0.0 needs {derive_role_memory(document, 'cuda').engines[1]} bytes of GPU "
+        "GPU-aaaa, which has 1000 free",
         f"process {os.getpid()} (",
         f"uses {79 * GIB} bytes",
     ):
@@ -71,17 +75,19 @@ async def test_engine_on_two_gpus_waits_until_the_second_has_free_memory(
     gpus.gpu(B, used=80 * GIB - 1000)
     mesh.start_agent("--device", "cuda", workers=2, env=gpus.environment)
     await mesh.form("w0", "w1")
-    document = JobConfig.from_document({"name": "j"}).to_document()
-    document |= {"bundle": {"dir": str(mesh.directory), "parameters": 1_000_000_000}}
+    rollout = {"tensor_parallel": [2]}
+    document = JobConfig.from_document({"name": "j", "rollout": rollout}).to_document()
+    document |= {"bundle": {"dir": str(mesh.directory), "models": {"trained": MODEL.to_hf()}}}
     await jobs.submit(mesh.state, "j", document, str(mesh.directory), "j")
     await mesh.place("g0.0", ranks=(0, 1))
     refused = await mesh.until("failed", "g0.0", lambda r: r.phase == InstancePhase.FAILED)
-    assert "engine/g0.0/1 needs 2536870912 bytes of GPU GPU-bbbb" in refused.detail
+    needed_bytes = derive_role_memory(document, "cuda").engines[2]
+    assert f"engine/g0.0/1 needs {needed_bytes} bytes of GPU GPU-bbbb" in refused.detail
     waits = "waiting for w1 to reserve accelerators"
     await mesh.until("awaiting", "g0.0", lambda r: 0 in r.reports and r.reports[0].detail == waits)
     gpus.gpu(B, used=0)
     found = await mesh.until_settled("g0.0")
-    assert found.reports[1].usage.accelerator == 2_000_000_000
+    assert found.reports[1].usage.accelerator == needed_bytes
     seen = read_environment(await mesh.await_pid("engine/g0.0"))
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["MESHRL_DEVICE"]) == (f"{A},{B}", "cuda")
 

@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.job.checks.host import devices, programs
-from tests.gpus.driver import DRIVER_NOT_LOADED, GIB, Gpus
+from tests.gpus.driver import DRIVER_NOT_LOADED, Gpus
 from tests.load import scaled
 from tests.unit.meshrl.job.machine.conftest import get_error, read
 
@@ -145,30 +145,6 @@ def test_missing_gpus_are_reported_with_the_search_result(
     assert "mesh.workers: 3 workers are requested, but there are 1 GPUs" in error
     gpus.fail_init(DRIVER_NOT_LOADED)
     assert "kernel module is not loaded" in get_error(devices.check_devices, place, cuda)
-
-
-@pytest.mark.needs("compiler")
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        (["mesh.workers=1"], "core and engine, which share a GPU, need at least 1.9 GiB"),
-        (["mesh.workers=2"], "the core needs at least 1.4 GiB on each GPU, and the smallest has"),
-        (["mesh.workers=3", "training.ranks=2"], ""),
-        (["mesh.workers=1", "lora.rank=2"], ""),
-    ],
-)
-def test_gpus_without_the_least_memory_are_rejected(
-    place: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, settings: list[str], what: str
-) -> None:
-    for name, value in gpus.environment.items():
-        monkeypatch.setenv(name, value)
-    gpus.gpu("GPU-a", total=80 * GIB)
-    gpus.gpu("GPU-b", total=1 * GIB)
-    large = ["mesh.device=cuda", "model.config.vocab_size=8000000", *settings]
-    if not what:
-        devices.check_memory(read(place, *large))
-    else:
-        assert what in get_error(devices.check_memory, place, *large)
 
 
 @pytest.mark.needs("compiler")

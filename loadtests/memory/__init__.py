@@ -1,0 +1,1 @@
+"""Estimated memory of tiny models' processes against measured peaks."""

@@ -1,0 +1,143 @@
+"""Check that a job fits into the memory of this host or its accelerators."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from meshrl.__main__ import app
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import JobConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.job.checks.host import memory
+from meshrl.job.checks.host.memory import plan_job_memory
+from tests.gpus.driver import GIB, Gpus
+from tests.unit.meshrl.job.machine.conftest import get_error, read
+
+SHAPE = ModelConfig("qwen3", 64, 64, 6, 4, 2, 16, 128, qk_norm=True, tie_embeddings=True)
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12_288,
+    "max_position_embeddings": 40_960,
+}
+LARGE = [
+    "mesh.device=cuda",
+    "model.config={" + ", ".join(f"{k}={json.dumps(v)}" for k, v in QWEN3_8B.items()) + "}",
+    "training.dtype=bfloat16",
+    "rollout.dtype=bfloat16",
+    "optimizer.muon_lr=0",
+    "rollout.max_tokens=4096",
+    "training.bin_tokens=8192",
+    "training.activation_checkpointing=true",
+]
+
+
+def test_processes_are_counted_by_worker() -> None:
+    job = JobConfig.from_document(
+        {
+            "model": {"config": SHAPE.to_hf()},
+            "rollout": {"slots": 8, "max_tokens": 64, "dtype": "bfloat16"},
+            "mesh": {"workers": 4},
+        }
+    )
+    core, engine = plan_job_memory(job).processes
+    assert (core.process, core.count, engine.process, engine.count) == ("core", 1, "engine", 3)
+    # The C++ decoder pads heads of 16 features to 32.
+    assert engine.cache == 8 * 64 * 6 * 2 * 2 * 32 * 2
+    sharded = JobConfig.from_document(job.to_document() | {"training": {"ranks": 2}})
+    ranks = plan_job_memory(sharded).processes[0]
+    assert ranks.count == 2 and ranks.moments == core.moments // 2
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "settings", "texts"),
+    [
+        # Masters, copy, moments and gradients of 8.2 billion parameters, with one rank.
+        ("H200", ["mesh.workers=2"], ["core (", "moments 61.0 GiB", "training.ranks = 2"]),
+        ("H200", ["mesh.workers=9", "training.ranks=8"], []),
+        ("H200", ["mesh.workers=2", "lora.rank=32"], []),
+        (
+            "64",
+            ["mesh.workers=1", "lora.rank=32"],
+            ["core (", " and engine (", "mesh.workers = 2"],
+        ),
+        (
+            "40",
+            ["mesh.workers=5", "training.ranks=4"],
+            [
+                "core, each rank (",
+                "an accelerator (40) has 40.0 GiB",
+                "training.ranks = 16 (37.0 GiB)",
+                "lora.rank = 32",
+            ],
+        ),
+        (
+            "24",
+            ["mesh.workers=9", "training.ranks=8", "lora.rank=8", "rollout.dtype=float32"],
+            ["engine (weights 30.6 GiB, ", 'rollout.dtype = "bfloat16" (16.'],
+        ),
+        ("1", ["mesh.workers=2"], ["No key suffices"]),
+    ],
+)
+def test_job_that_cannot_fit_is_refused_with_bytes_and_keys(
+    place: Path, accelerator: str, settings: list[str], texts: list[str]
+) -> None:
+    check = partial(memory.check_memory, accelerator=accelerator)
+    if not texts:
+        return check(read(place, *LARGE, *settings))
+    error = get_error(check, place, *LARGE, *settings)
+    for text in ("the job does not fit", *texts):
+        assert text in error
+
+
+def test_unknown_accelerator_is_rejected_with_the_known_kinds(place: Path) -> None:
+    with pytest.raises(ConfigError, match="no accelerator 'H2'") as raised:
+        memory.check_memory(read(place), "H2")
+    assert "H200" in raised.value.fix
+
+
+@pytest.mark.needs("compiler")
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (["mesh.workers=1"], "core ("),
+        (["mesh.workers=2"], "the smallest GPU has 1.0 GiB"),
+        (["mesh.workers=1", "lora.rank=2", "model.config.vocab_size=80000"], ""),
+    ],
+)
+def test_smallest_gpu_counts(
+    place: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, settings: list[str], text: str
+) -> None:
+    for name, value in gpus.environment.items():
+        monkeypatch.setenv(name, value)
+    gpus.gpu("GPU-a", total=80 * GIB)
+    gpus.gpu("GPU-b", total=(1 if text else 4) * GIB)
+    large = ["mesh.device=cuda", "model.config.vocab_size=8000000", *settings]
+    if not text:
+        memory.check_memory(read(place, *large))
+    else:
+        assert text in get_error(memory.check_memory, place, *large)
+
+
+def test_host_without_memory_for_all_slots_refuses_them(place: Path) -> None:
+    memory.check_memory(read(place))
+    error = get_error(memory.check_memory, place, "rollout.slots=1000000000")
+    assert "this host has" in error and "rollout.slots = " in error
+
+
+def test_doctor_prints_the_memory_of_a_job(place: Path) -> None:
+    found = CliRunner().invoke(app, ["doctor", str(place), "--accelerator", "H200"])
+    assert "estimated memory of each process (cuda)" in found.output
+    assert "An accelerator (H200) has 131.3 GiB." in found.output
+    refused = CliRunner().invoke(app, ["doctor", str(place), "--accelerator", "0.1"])
+    assert refused.exit_code == 1 and "the job does not fit" in refused.output
