@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch._dynamo  # which FSDP imports in each process
-import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from loadtests.measuring.processes import forked
 from meshrl.common.api.ranks import Rendezvous
@@ -25,6 +25,8 @@ from meshrl.services.trainer.models.forward import enable_activation_checkpointi
 from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.sharding import fsdp
 from meshrl.services.trainer.sharding.learners import FsdpLearner, RankContext
+
+Changes = Mapping[str, Mapping[str, object]]  # values of a job file by table
 
 TOKENS, SEQUENCES = 1024, 4  # of a bin
 ROUNDS = 2  # of the measured step, whose gradients are summed
@@ -47,7 +49,8 @@ def measure_peak(work: Callable[[], None]) -> int:
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         work()
-    every = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    every = profile.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in every if e.name() == "[memory]")
     return int(np.cumsum([size for _, size in changes]).max())
 
@@ -72,8 +75,11 @@ def make_bin(config: JobConfig, shape: ModelConfig) -> Bin:
     )
 
 
-def make_config(changes: dict[str, dict[str, object]]) -> JobConfig:
-    tables = {"training": {"bin_tokens": TOKENS}, "rollout": {"max_tokens": TOKENS // SEQUENCES}}
+def make_config(changes: Changes) -> JobConfig:
+    tables: dict[str, dict[str, object]] = {
+        "training": {"bin_tokens": TOKENS},
+        "rollout": {"max_tokens": TOKENS // SEQUENCES},
+    }
     for table, values in changes.items():
         tables[table] = {**tables.get(table, {}), **values}
     return JobConfig.from_document(tables)
@@ -98,9 +104,7 @@ def build_learner(config: JobConfig, shape: ModelConfig) -> Learner:
     return learner
 
 
-def measure_core(
-    shape: ModelConfig, changes: dict[str, dict[str, object]], large: bool = False
-) -> dict[str, float]:
+def measure_core(shape: ModelConfig, changes: Changes, large: bool = False) -> dict[str, float]:
     """Return the estimated and the measured bytes of a core's rank, and their ratio.
 
     `large`: ranks gather one layer at a time, as of a model of over 2 GiB.
@@ -118,7 +122,7 @@ def measure_core(
                 train_one_step(Rank.for_single_rank(build_learner(config, shape)), config, shape)
                 return
 
-            def make(mesh: dist.DeviceMesh) -> Learner:
+            def make(mesh: DeviceMesh) -> Learner:
                 with torch.device("meta"):
                     model = Decoder(shape)
                 if config.training.activation_checkpointing:
