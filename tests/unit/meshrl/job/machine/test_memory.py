@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from meshrl.__main__ import app
+from meshrl.cli import app
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import JobConfig
 from meshrl.common.model.architecture.config import ModelConfig
