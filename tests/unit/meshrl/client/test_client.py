@@ -21,13 +21,13 @@ from meshrl.common.base.errors import (
 )
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.state import events, jobs
+from meshrl.common.state.pool.demand.role_memory import derive_role_memory
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import TierBytes, WorkerRow
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import MESH_PREFIX
 from meshrl.common.state.registry import RegistryEntry, register
 from meshrl.job import job_reader
-from meshrl.job import model_files as models
 from tests.load import scaled
 from tests.unit.meshrl.runs.conftest import JOB, HeldMesh
 
@@ -65,25 +65,23 @@ async def test_job_larger_than_any_accelerator_is_rejected_before_writing_files(
 ) -> None:
     out = tmp_path / "large"
     config = job_reader.read_job_file(job, []).config
-    # in float32, a core has gradients and one moment beside its weights
-    size = 4 * models.count_parameters(config)
+    room_bytes = derive_role_memory(config.to_document()).core
     state = await StateClient.open(held_mesh.url)
     try:
         token = await register(state, RegistryEntry("worker/w0", "worker"), 60_000)
         await pool.join_worker(
-            state, WorkerRow("w0", "a", "cpu:0", token, budget=TierBytes(3 * size))
+            state, WorkerRow("w0", "a", "cpu:0", token, budget=TierBytes(room_bytes))
         )
         token = await register(state, RegistryEntry("worker/w1", "worker"), 60_000)
         await pool.join_worker(
-            state, WorkerRow("w1", "a", "cpu:0", token, budget=TierBytes(3 * size))
+            state, WorkerRow("w1", "a", "cpu:0", token, budget=TierBytes(room_bytes))
         )
     finally:
         await state.close()
     async with Client(held_mesh.root) as client:
-        with pytest.raises(
-            Refused, match=rf"core needs {4 * size} bytes.*largest accelerator has {3 * size}"
-        ):
-            await client.submit(job, [f'out="{out}"', "optimizer.muon_lr=0"])
+        with pytest.raises(Refused, match=r"core needs at least .*largest accelerator") as raised:
+            await client.submit(job, [f'out="{out}"', "training.bin_tokens=99999"])
+        assert "training.bin_tokens = " in raised.value.fix
         assert not out.exists()
         await client.submit(job, [f'out="{out}"'])
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from loadtests.memory.cases import CASES
 from meshrl.common.generation.backends.native import HEAD_WIDTHS
 from meshrl.common.generation.backends.native import SCORE_CHUNK_TOKENS as NATIVE_CHUNK
+from meshrl.common.generation.batch import cache_size
 from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
+from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS
 from meshrl.common.job.config import (
     AlgorithmConfig,
     JobConfig,
@@ -92,6 +94,7 @@ def test_constants_are_those_of_the_programs() -> None:
     assert training.MAX_UNSHARDED_BYTES == fsdp.MAX_UNSHARDED_BYTES
     assert training.MAX_UPDATE_NUMBERS == optimizers.MAX_BATCH_NUMBERS
     assert generation.BLOCK_TOKENS == BLOCK_TOKENS
+    assert generation.MAX_PREFILL_TOKENS == MAX_PREFILL_TOKENS
     assert generation.NATIVE_HEAD_WIDTHS == HEAD_WIDTHS
     assert generation.SCORE_CHUNK_TOKENS == NATIVE_CHUNK
 
@@ -156,6 +159,16 @@ def test_processes_on_one_worker_are_added() -> None:
     assert names == [("core", "engine"), ("frozen reference",)]
     names = [tuple(one.process for one in worker) for worker in apart.by_worker]
     assert names == [("core",), ("engine",), ("hybrid",), ("frozen reference",)]
+
+
+def test_cache_is_limited_by_its_key() -> None:
+    for value, tokens in (("auto", 64 * 320), ("32 MiB", 10_922), (0.5, 64 * 320)):
+        config = JobConfig.from_document({"rollout": {"kv_memory": value}})
+        engine = generation.plan_engine(config, DENSE, 1, 1)
+        token_bytes = generation.count_cache_bytes(DENSE, 4, 1, is_native=True)
+        assert engine.cache == tokens * token_bytes
+        least_blocks = cache_size.count_least_blocks(config.rollout.max_tokens)
+        assert engine.least_cache == least_blocks * BLOCK_TOKENS * token_bytes
 
 
 def test_least_bytes_have_one_sequence_of_cache_and_the_tolerance() -> None:
