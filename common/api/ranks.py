@@ -102,19 +102,32 @@ class RoundStats:
 
 
 @message
-class AddGradient:
-    """Order to add a hybrid's gradient of a round.
-
-    The data stays until all ranks have answered. Ranks on the host of rank 0 read it from a file;
-    other ranks fetch only their rows.
-    """
+class BeginStep:
+    """Order to begin a step without any gradient."""
 
     generation: int
-    index: int
-    element_count: int  # float32 numbers in `path` or in `chunks`
-    path: str = ""
-    bulk_address: str = ""  # port of rank 0 that serves `chunks`
-    chunks: list[str] = field(default_factory=list)  # digests
+    block_rounds: int  # rounds whose gradients are summed before they are added to the step's
+    gradient_dtype: str  # to which such a sum is rounded
+
+
+@message
+class FetchGradient:
+    """Order to fetch this rank's rows of a hybrid's gradient; `AddGradient` then uses them."""
+
+    generation: int
+    transfer_id: int
+    hybrid: str  # registry name of the process whose bulk port has `chunks`
+    element_count: int
+    chunks: list[str]  # digests
+
+
+@message
+class AddGradient:
+    """Order to add fetched rows as the sum of a block of rounds; block -1: to discard them."""
+
+    generation: int
+    transfer_id: int
+    block: int
 
 
 @message
@@ -290,8 +303,9 @@ class Ranks(RoleControl):
     stand_by = Call(RankOrder, StandbyAnswer, deadline_s=30.0, idempotent=True)
     form_group = Call(Rendezvous, NoneType, deadline_s=FORM_TIMEOUT_S + FORM_MARGIN_S)
     create_model = Call(CreateModel, NoneType, deadline_s=STATE_TRANSFER_TIMEOUT_S)
-    begin_step = Call(RankOrder, NoneType, deadline_s=30.0)
+    begin_step = Call(BeginStep, NoneType, deadline_s=30.0)
     compute_round = Call(ComputeRound, RoundStats, deadline_s=COMPUTE_TIMEOUT_S)
+    fetch_gradient = Call(FetchGradient, RankFault, deadline_s=STATE_TRANSFER_TIMEOUT_S)
     add_gradient = Call(AddGradient, NoneType, deadline_s=STATE_TRANSFER_TIMEOUT_S)
     update_settings = Call(UpdateSettings, NoneType, deadline_s=UPDATE_SETTINGS_TIMEOUT_S)
     # norm of the gradient, before clipping

@@ -174,6 +174,8 @@ class CoreStats(EmulationStats):
     bin_tokens_per_s: dict[str, float] = field(default_factory=dict)  # by the tokens of a bin
     warm_start: float = 0.0  # completed share
     hybrids: dict[str, str] = field(default_factory=dict)  # stage of each
+    # seconds from a hybrid's sum of gradients until all ranks have it; 0: not measured
+    gradient_transfer_s: float = 0.0
 
 
 @dataclass
@@ -195,6 +197,7 @@ class HybridStats(EmulationStats):
     rounds: int = 0  # computed
     bins: int = 0
     busy_s: float = 0.0
+    sent_bytes: int = 0  # of gradients
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Interface of a training gang's core for its hybrids.
 
-Hybrids lease rounds and return the gradients that they have computed.
+Hybrids lease rounds and return the sums of their gradients.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ class RoundRequest:
     generation: int
     manifest: str  # digest of the hybrid's weights
     wait_s: float  # how long the core may delay an empty answer
+    update_id: str = ""  # of the blocks below
+    block: int = -1  # of rounds, which the hybrid sums; -1: none
+    rounds_done: int = 0  # of that block
+    sent_block: int = -1  # another block, whose sum it sends; -1: none
 
 
 @message
 class RoundLease:
-    """Round to compute.
+    """Round to compute, as the next one of a block.
 
     `index` = -1: there is none for these weights; if `manifest` names others, rounds will need
     them.
@@ -44,21 +48,29 @@ class RoundLease:
     index: int
     manifest: str  # digest of the weights of the round
     bins: list[dict[str, Array]]
+    block: int = -1  # the first round of another block than before discards the sum of that one
+    rounds_before: int = 0  # of the block
+    is_complete: bool = False  # no round of the block follows: send its sum,
+    gradient_dtype: str = "float32"  # rounded to this type
+    # Rows of each rank in the flat gradient, as int64 pairs of start and end.
+    owned_ranges: list[Array] = field(default_factory=list)
 
 
 @message
-class RoundResult:
-    """Round that a hybrid has computed; the core fetches the gradient during this call."""
+class BlockResult:
+    """Block of rounds that a hybrid has computed; the ranks fetch their rows during this call."""
 
     instance: str
     generation: int
     update_id: str
-    index: int
-    # Digests of chunks at the hybrid's bulk port. Concatenated, they are float32 numbers: the
-    # gradient of the sum of the round's losses, in the order of parameters.
-    chunks: list[str]
+    block: int
+    rounds: int
+    # Digests of chunks at the hybrid's bulk port, by rank. Decoded and concatenated, they are the
+    # rank's rows of the gradient of the sum of the rounds' losses.
+    chunks: list[list[str]]
     stats: Any
     busy_s: float
+    staged_s: float  # seconds in which the hybrid wrote the chunks
 
 
 @message
@@ -114,7 +126,7 @@ class Trainer(RoleControl):
     join_hybrid = Call(str, int, deadline_s=10.0)
     leave_hybrid = Call(LeaveRequest, NoneType, deadline_s=2.0, idempotent=True)
     lease_round = Call(RoundRequest, RoundLease, deadline_s=15.0)
-    complete_round = Call(RoundResult, NoneType, deadline_s=30.0)
+    complete_block = Call(BlockResult, NoneType, deadline_s=30.0)
     # For a version that is corrupt or missing in the store: the core stages it again.
     restage_version = Call(str, RestageResult, deadline_s=300.0, idempotent=True)
     join_broadcast = Call(BroadcastRequest, BroadcastPlan, deadline_s=10.0)

@@ -91,6 +91,7 @@ RULES: dict[str, ChangeRule] = {
     "optimizer": RECORDED,
     "training": CHANGEABLE,
     "training.bin_tokens": RECORDED,
+    "training.gradient_dtype": RECORDED,
     "weights": CHANGEABLE,
     "warm_start": _fixed_rule("version 0 exists already"),
     "evaluation": CHANGEABLE,

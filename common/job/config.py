@@ -430,6 +430,10 @@ class TrainingConfig(ConfigTable):
     emulate: str = ""  # accelerator whose speed training emulates; empty: none
     # after this time the core recomputes a hybrid's bin
     bin_deadline_s: PositiveNumber = 20.0
+    # successive rounds whose gradients one process sums; 0: as many as hide a hybrid's transfers
+    block_rounds: NonNegativeInteger = 0
+    # dtype to which each such sum is rounded, by the core and by hybrids
+    gradient_dtype: Dtype = "float32"
     ranks: PositiveInteger = 1  # workers of the core: each holds its rows of the parameters
     # number of ranks over which the experts of a MoE layer are split; tokens are sent to them
     expert_parallel: PositiveInteger = 1

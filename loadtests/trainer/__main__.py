@@ -70,6 +70,7 @@ PARTS: dict[str, Part] = {
     "packing": packed,
     "ranks": elastic.two_ranks,
     "hybrid": elastic.hybrid,
+    "transfer": elastic.transfer,
     "join": elastic.join,
     "checkpoint": elastic.checkpoint,
     "recovery": elastic.recovery,

@@ -1,5 +1,5 @@
-"""Arms with a core of two ranks, a core with a hybrid, one that joins, checkpoints, and a killed
-trainer.
+"""Arms with a core of two ranks, a core with a hybrid, its transfers, one that joins, checkpoints,
+and a killed trainer.
 
 All on the digits task with every step's groups there before it begins (`training.deterministic`),
 no staleness and enough rounds to share, so that `train_s`, a step's time without waiting for
@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from safetensors import safe_open
+
 from loadtests.measuring.metered import LOOK_S, run_job, started, steps_of
 from loadtests.measuring.processes import cpu_s
 from loadtests.trainer import digits
@@ -31,6 +33,7 @@ from meshrl.common.state.redis.client import StateClient
 LENGTH = 128  # tokens of each completion: a step trains for a second or two
 BIN_TOKENS = 1100  # 8 sequences: 8 rounds a step, 4 of two ranks each
 ROUNDS = 8
+LEASES = 4  # rounds of a step that a hybrid computes beside a core of one rank
 WARM_STEPS = 2  # not measured
 JOIN_AT = 6  # the step after which a worker joins
 JOIN_STEPS = 40  # within which it has to be at work
@@ -80,6 +83,46 @@ def helped(rows: list[Row], name: str) -> list[Row]:
     if not found:
         raise RuntimeError("the hybrid had a part in no step")
     return found
+
+
+# -- bytes that a hybrid sends ---------------------------------------------------------------------
+
+
+def transfer(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Measure `sent_shares_*`: bytes that a hybrid sends for LEASES rounds of a step, over those of
+    the trained parameters in float32. A block has one round, LEASES, or LEASES in bfloat16.
+    """
+    task = digits.write(folder / "task", (LENGTH,))
+    figures = {}
+    for name, block_rounds, dtype in (
+        ("round", 1, "float32"),
+        ("block", LEASES, "float32"),
+        ("narrow_block", LEASES, "bfloat16"),
+    ):
+        keys = f"training.block_rounds={block_rounds}", f"training.gradient_dtype={dtype}"
+        sent = asyncio.run(measure_sent(task, folder / name, chosen.steps, *keys))
+        figures[f"sent_shares_{name}"] = sent
+    return figures
+
+
+async def measure_sent(task: Task, out: Path, steps: int, *changes: str) -> float:
+    last = WARM_STEPS + steps
+    job = task.job_file(out, steps=last + 1, staleness=0, workers=3)
+    helped = "planner.training=2", "pool.worker_lost_s=120", STAY
+    async with started(job, out, *SETTINGS, *helped, *changes) as (state, _):
+        async with asyncio.timeout(DEADLINE_S):
+            await committed(state, last)
+            while not (sent := await hybrid_stats(state)).get("rounds"):
+                await asyncio.sleep(LOOK_S)
+    [weights] = task.model.glob("*.safetensors")
+    with safe_open(weights, "pt") as file:
+        numbers = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    return float(LEASES * sent["sent_bytes"] / sent["rounds"] / (4 * numbers))
+
+
+async def hybrid_stats(state: StateClient) -> dict[str, Any]:
+    entries = await registry.list_entries(state, "hybrid")
+    return next((entry.stats for entry in entries if entry.alive), {})
 
 
 # -- a hybrid that joins ---------------------------------------------------------------------------

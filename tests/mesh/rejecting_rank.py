@@ -5,7 +5,7 @@ It takes the arguments of meshrl.services.trainer.
 
 from __future__ import annotations
 
-from meshrl.common.api.ranks import RankOrder, Ranks, rank_name
+from meshrl.common.api.ranks import BeginStep, Ranks, rank_name
 from meshrl.common.base.errors import Fenced
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.runtime.calls.actor import call
@@ -18,7 +18,7 @@ from meshrl.services.trainer.ranks.rank_actor import RankActor
 
 class RejectingRank(RankActor):
     @call(Ranks.begin_step)
-    def begin_step(self, order: RankOrder) -> None:
+    def begin_step(self, order: BeginStep) -> None:
         raise Fenced("this rank never begins")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 
-from meshrl.common.api.trainer import RoundLease, RoundResult
+from meshrl.common.api.trainer import RoundLease
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
 from meshrl.common.state import jobs
@@ -18,9 +18,9 @@ from meshrl.services.trainer.initialization.initial_weights import create_learne
 
 
 class StoppedHybrid(Hybrid):
-    async def _compute_round(self, lease: RoundLease) -> RoundResult:
+    async def _compute_round(self, lease: RoundLease) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
-        return await super()._compute_round(lease)
+        await super()._compute_round(lease)
 
 
 async def main(seat: Placement) -> None:

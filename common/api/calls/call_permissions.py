@@ -49,16 +49,16 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Ranks": {
         "stand_by form_group create_model begin_step compute_round": ("trainer",),
-        "update_settings add_gradient apply_gradient score_bin stage_rows": ("trainer",),
-        "finish_staging save_rows finish_saving restore_rows load_weights": ("trainer",),
-        "execute_sleep_order": ("trainer",),
+        "update_settings fetch_gradient add_gradient apply_gradient": ("trainer",),
+        "score_bin stage_rows finish_staging save_rows finish_saving": ("trainer",),
+        "restore_rows load_weights execute_sleep_order": ("trainer",),
     },
     "Rollout": {"encode_held_out": ("trainer",)},
     # code of a job's author and of the model runs there: only its shards send any
     "Sandbox": {"load_job run_tools score_trajectories end_sessions": ("rollout",)},
     "Scoring": {"score_sequences judge_texts": ("rollout",)},
     "Trainer": {
-        "join_hybrid leave_hybrid lease_round complete_round": ("hybrid",),
+        "join_hybrid leave_hybrid lease_round complete_block": ("hybrid",),
         "restage_version": ("engine", "hybrid"),  # a process that cannot load the current version
         # a process that loads it on another host than the store's
         "join_broadcast": ("engine", "hybrid"),

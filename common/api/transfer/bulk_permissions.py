@@ -26,9 +26,8 @@ _TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("weights", put_right(GROUPS)): ("rollout",),
     # processes that fetch a version from another host, whose agent serves it
     ("node", GET): ("engine", "hybrid", "rank", "scoring", "trainer"),
-    ("hybrid", GET): ("trainer",),  # its gradient
+    ("hybrid", GET): ("rank", "trainer"),  # their rows of its gradient
     ("engine", GET): ("engine",),  # of another host: keys and values of a prefix
-    ("trainer", GET): ("rank",),  # of another host: its rows of the gradient
 }
 BULK_PERMISSIONS: dict[tuple[str, str], frozenset[str]] = {
     served: frozenset(roles) for served, roles in _TABLE.items()

@@ -1,17 +1,18 @@
-"""Transfer of a hybrid's gradient to the core and its ranks.
+"""Transfer of a hybrid's gradient to the ranks of a core, each its rows.
 
 The hybrid serves the gradient in pieces on its own bulk port, beside the control traffic. Ranks on
-the core's host read it from a file. Ranks on other hosts fetch the pieces of their rows.
+its host read a piece from the file. A piece whose numbers are all exact in bfloat16 is sent in
+bfloat16, else in float32: no bit is lost.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,9 +23,9 @@ from meshrl.common.state import registry
 from meshrl.common.weights.bulk.port import BulkClient, serve_chunks
 from meshrl.common.weights.chunks.chunk_store import ChunkStore, make_write_error
 
-PIECE_BYTES = 64 << 20
+PIECE_NUMBERS = 16 << 20  # 64 MiB of float32
 PIECE_TIMEOUT_S = 30.0  # to transfer one piece
-FILE_TIMEOUT_S = 600.0  # to write or read a full gradient
+FILE_TIMEOUT_S = 600.0  # to write a full gradient
 
 
 def make_hybrid_name(instance: str) -> str:
@@ -32,10 +33,10 @@ def make_hybrid_name(instance: str) -> str:
 
 
 class GradientOutbox:
-    """Outbox of one gradient: that of a hybrid, or what a core's ranks on other hosts fetch.
+    """Outbox of one gradient of a hybrid.
 
-    The gradient is not needed after its round has been answered. Its files are not durable: a
-    gradient that is lost with its process is computed again.
+    The gradient is not needed after its ranks have answered. Its files are not durable: a gradient
+    that is lost with its process is computed again.
     """
 
     def __init__(self, mesh: Mesh, name: str) -> None:
@@ -44,30 +45,31 @@ class GradientOutbox:
         self._run_blocking = mesh.host.run_blocking
         self._chunks = ChunkStore(directory, mesh.clock.wall)
         self._server = serve_chunks(mesh, self._chunks, accepts_uploads=False)
-        self._digests: list[str] = []
+        self._digests: set[str] = set()
+        self.staged_bytes = 0  # of all gradients so far
 
     @property
     def address(self) -> str:
         return self._server.address
 
-    async def put(self, gradient: Tensor) -> list[str]:
-        """Replace the last gradient by a flat one; return its pieces' digests, or StorageFull."""
-        array = await self._run_blocking(lambda: gradient.cpu().numpy(), deadline_s=FILE_TIMEOUT_S)
-        return (await self.put_parts([array]))[0]
+    async def put(
+        self, gradient: Tensor, owned_ranges: Sequence[NDArray[np.int64]]
+    ) -> list[list[str]]:
+        """Replace the last gradient by a flat one; return the pieces' digests of each rank's rows.
 
-    async def put_parts(self, parts: Sequence[NDArray[np.float32]]) -> list[list[str]]:
-        """Replace the last gradient by parts; return each part's piece digests, or StorageFull."""
+        Raise StorageFull without disk space.
+        """
         await self.clear()
         return [
-            await self._run_blocking(self._write_pieces, part, deadline_s=FILE_TIMEOUT_S)
-            for part in parts
+            await self._run_blocking(self._write_rows, gradient, ranges, deadline_s=FILE_TIMEOUT_S)
+            for ranges in owned_ranges
         ]
 
     async def clear(self) -> None:
-        pieces, self._digests = self._digests, []
+        digests, self._digests = self._digests, set()
 
         def remove() -> None:
-            for digest in pieces:
+            for digest in digests:
                 self._chunks.chunk_path(digest).unlink(missing_ok=True)
 
         await self._run_blocking(remove, deadline_s=FILE_TIMEOUT_S)
@@ -76,63 +78,74 @@ class GradientOutbox:
         self._server.close()
         shutil.rmtree(self._chunks.directory, ignore_errors=True)
 
-    def _write_pieces(self, numbers: NDArray[np.float32]) -> list[str]:
-        content = numbers.view(np.uint8).data
-        pieces = []
-        for start in range(0, len(content), PIECE_BYTES):
-            piece = content[start : start + PIECE_BYTES]
-            pieces.append(compute_digest(piece))
-            self._digests.append(pieces[-1])
-            write_gradient_file(piece, self._chunks.chunk_path(pieces[-1]))
-        return pieces
+    def _write_rows(self, gradient: Tensor, ranges: NDArray[np.int64]) -> list[str]:
+        found = []
+        for numbers in cut_pieces(gradient, ranges):
+            content = encode_piece(numbers)
+            found.append(compute_digest(content))
+            self._digests.add(found[-1])
+            self.staged_bytes += len(content)
+            path = self._chunks.chunk_path(found[-1])
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            except OSError as error:
+                raise make_write_error(error, path) from error
+        return found
+
+
+def cut_pieces(gradient: Tensor, ranges: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
+    """Yield ranges of a flat gradient as one sequence in pieces, which share their memory."""
+    left = int((ranges[:, 1] - ranges[:, 0]).sum())
+    room = torch.empty(min(left, PIECE_NUMBERS))
+    filled = 0
+    for start, end in ranges.tolist():
+        while start < end:
+            taken = min(end - start, len(room) - filled)
+            room[filled : filled + taken].copy_(gradient[start : start + taken])
+            start, filled, left = start + taken, filled + taken, left - taken
+            if filled == len(room):
+                yield room.numpy()
+                room, filled = room[: min(left, len(room))], 0
+
+
+def encode_piece(numbers: NDArray[np.float32]) -> memoryview:
+    """Return the numbers as bfloat16 if that is exact, else as float32."""
+    bits = numbers.view(np.uint32)
+    for part in (bits[:1024], bits):  # most pieces in float32 show at once
+        if (part & 0xFFFF).any():
+            return bits.view(np.uint8).data
+    return (bits >> 16).astype(np.uint16).view(np.uint8).data
+
+
+def decode_piece(content: bytes, room: NDArray[np.float32]) -> None:
+    """Fill `room` with the numbers of a piece; raise BadMessage if it has another length."""
+    if len(content) == room.nbytes:
+        room[:] = np.frombuffer(content, np.float32)
+    elif 2 * len(content) == room.nbytes:
+        bits = room.view(np.uint32)
+        bits[:] = np.frombuffer(content, np.uint16)
+        bits <<= 16
+    else:
+        raise BadMessage(f"a piece of {len(content)} bytes for {len(room)} numbers")
 
 
 async def fetch_gradient(
-    mesh: Mesh,
-    bulk: BulkClient,
-    name: str,
-    digests: Sequence[str],
-    element_count: int,
-    address: str = "",
+    mesh: Mesh, bulk: BulkClient, name: str, digests: Sequence[str], element_count: int
 ) -> NDArray[np.float32]:
-    """Return the gradient of `element_count` numbers that the process `name` has put.
+    """Return the rows of `element_count` numbers that the process `name` has put.
 
-    Its own bulk port serves the gradient, or another `address`. Raise PeerLost, or BadMessage if it
-    has another length.
+    Raise PeerLost, or BadMessage if they have another length.
     """
     entry = await registry.lookup(mesh.state, name)
     if entry is None or not entry.alive:
         raise PeerLost(f"{name} has exited with its gradient", where=name)
-    if address:
-        entry = replace(entry, bulk=address)
+    if len(digests) != -(-element_count // PIECE_NUMBERS):
+        what = f"{len(digests)} pieces for a gradient of {element_count} numbers"
+        raise BadMessage(what, where=name)
     gradient = np.empty(element_count, np.float32)
-    room, start = gradient.view(np.uint8).data, 0
-    if len(digests) != -(-len(room) // PIECE_BYTES):
-        raise BadMessage(
-            f"{len(digests)} pieces for a gradient of {element_count} numbers", where=name
-        )
-    for digest in digests:
+    for number, digest in enumerate(digests):
         piece = await bulk.fetch_chunk(entry, digest, deadline_s=PIECE_TIMEOUT_S)
-        part = room[start : start + PIECE_BYTES]
-        if len(piece) != len(part):
-            what = f"a piece of {len(piece)} bytes for a gradient of {element_count} numbers"
-            raise BadMessage(what, where=name)
-        await mesh.host.run_blocking(
-            part.__setitem__, slice(None), piece, deadline_s=PIECE_TIMEOUT_S
-        )
-        start += len(part)
+        room = gradient[number * PIECE_NUMBERS : (number + 1) * PIECE_NUMBERS]
+        await mesh.host.run_blocking(decode_piece, piece, room, deadline_s=PIECE_TIMEOUT_S)
     return gradient
-
-
-def map_gradient_file(path: str, element_count: int) -> NDArray[np.float32]:
-    """Map a gradient file, so that only the parts in use are read."""
-    return np.memmap(path, np.float32, "r", shape=(element_count,))
-
-
-def write_gradient_file(content: memoryview, path: Path) -> None:
-    """Write a file without making it durable; raise StorageFull without disk space."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise make_write_error(error, path) from error

@@ -7,13 +7,13 @@ from typing import Any
 from meshrl.common.api.calls.role import SetTier, TierUsage
 from meshrl.common.api.stats import CoreStats
 from meshrl.common.api.trainer import (
+    BlockResult,
     BroadcastPlan,
     BroadcastRequest,
     LeaveRequest,
     RestageResult,
     RoundLease,
     RoundRequest,
-    RoundResult,
     Trainer,
 )
 from meshrl.common.api.weights import TrajectoryGroup
@@ -178,6 +178,7 @@ class TrainerCore(Actor):
             bin_tokens_per_s=gradients.bin_tokens_per_s,
             warm_start=self.first_version.warm_start_fraction,
             hybrids=gradients.hybrids.get_stages(),
+            gradient_transfer_s=round(gradients.transfer_s, 4),
         )
 
     def collect_stats(self) -> dict[str, Any]:
@@ -209,12 +210,11 @@ class TrainerCore(Actor):
 
         Without a round, return a lease of index -1. Raises Fenced for an outdated generation.
         """
-        lease = await self.gradients.lease_round(request)
-        return lease or RoundLease(update_id="", index=-1, manifest="", bins=[])
+        return await self.gradients.lease_round(request)
 
-    @call(Trainer.complete_round)
-    async def complete_round(self, result: RoundResult) -> None:
-        """Accept the gradients of a leased round."""
+    @call(Trainer.complete_block)
+    async def complete_block(self, result: BlockResult) -> None:
+        """Accept the sum of the gradients of a leased block."""
         await self.gradients.accept_result(result)
 
     @call(Trainer.join_broadcast)

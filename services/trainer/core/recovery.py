@@ -114,7 +114,9 @@ class Recovery:
             config = restore_recorded(self._data.config, record.replay_data.get("settings", {}))
             await self._apply_config(config)
             step = self._core._make_step(record.step, "", config)
-            await step.replay(groups, record.replay_data["updates"])
+            updates = record.replay_data["updates"]
+            block_rounds = record.replay_data.get("block_rounds", [1] * len(updates))
+            await step.replay(groups, updates, block_rounds)
         return True
 
     async def _apply_config(self, config: JobConfig) -> None:

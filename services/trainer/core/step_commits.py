@@ -102,6 +102,7 @@ class StepCommitter:
         record = {
             "ranks": core.compute.division.document,
             "updates": result.updates,
+            "block_rounds": result.block_rounds,
             "settings": select_recorded(self._data.config),
         }
         covered = checkpoints.last_step

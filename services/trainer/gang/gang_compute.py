@@ -22,21 +22,29 @@ from meshrl.common.api.ranks import (
     COMPUTE_TIMEOUT_S,
     STATE_TRANSFER_TIMEOUT_S,
     UPDATE_SETTINGS_TIMEOUT_S,
+    AddGradient,
     ApplyGradient,
+    BeginStep,
     ComputeRound,
+    FetchGradient,
     LoadWeightRows,
-    RankOrder,
     Ranks,
     RestoreRows,
     ScoreBin,
     SleepOrder,
     UpdateSettings,
 )
-from meshrl.common.base.errors import CorruptData, MeshError, Refused, StateUnavailable, StorageFull
+from meshrl.common.base.errors import (
+    BadMessage,
+    CorruptData,
+    MeshError,
+    Refused,
+    StateUnavailable,
+    StorageFull,
+)
 from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
 from meshrl.common.mesh.instances.tiers import RestoreTensors, SaveTensors
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.serial_executor import consume_exception
 from meshrl.common.mesh.runtime.task_groups import run_first
 from meshrl.common.state import registry
 from meshrl.common.state.pool.workers.rows import Tier
@@ -46,6 +54,7 @@ from meshrl.common.weights.staging import VersionStager
 from meshrl.common.weights.transports.rendezvous import rendezvous_directory
 from meshrl.services.trainer.bins.division import RoundBins
 from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.compute.gradient_transfer import fetch_gradient
 from meshrl.services.trainer.compute.piece_runner import (
     BEGIN,
     CHANGE,
@@ -56,7 +65,6 @@ from meshrl.services.trainer.compute.piece_runner import (
     PieceRunner,
     run_as_piece,
 )
-from meshrl.services.trainer.gang.rank_gradient_transfer import RankGradientTransfer
 from meshrl.services.trainer.gang.rank_group import RankGroup
 from meshrl.services.trainer.gang.state_writers import (
     GangStaging,
@@ -67,7 +75,11 @@ from meshrl.services.trainer.learner.learner import Learner
 from meshrl.services.trainer.learner.memory import LearnerMemory, reallocate_memory
 from meshrl.services.trainer.learner.stats import BinStats
 from meshrl.services.trainer.ranks.rank import Rank, make_filler_bin
-from meshrl.services.trainer.ranks.rank_faults import READ_FAULTS, raise_first, run_and_report
+from meshrl.services.trainer.ranks.rank_faults import (
+    READ_FAULTS,
+    raise_first,
+    run_and_report,
+)
 from meshrl.services.trainer.rows.row_filling import make_row_filler
 from meshrl.services.trainer.rows.saved_rows import SavedRows
 
@@ -76,6 +88,7 @@ T = TypeVar("T")
 POLL_S = 1.0  # between two checks whether a rank has exited
 
 _restore_numbers = itertools.count(1)
+_transfer_ids = itertools.count(1)  # of hybrids' gradients
 
 
 class GangCompute:
@@ -101,13 +114,9 @@ class GangCompute:
         self.division = rank.division
         self._mesh, self._rank = mesh, rank
         self._bulk = BulkClient(mesh)
-        self._gradient_transfer = RankGradientTransfer(mesh, job, rank.ranks, rendezvous_dir)
         about = mesh, job, rank, rendezvous_dir, collective_timeout_s
-        self._group = RankGroup(
-            *about, prepare=self._gradient_transfer.reset, on_loss=self._on_group_lost
-        )
-        self._claimed_rounds: set[int] = set()  # gradient retained or in transfer
-        self._transfers: set[asyncio.Task[Any]] = set()
+        self._group = RankGroup(*about, on_loss=self._on_group_lost)
+        self._step_count = 0  # begun so far: a hybrid's gradient counts only in its own step
         self._memory: LearnerMemory | None = None  # of this rank's rows while all ranks sleep
         self._saved_state: dict[str, Any] = {}  # description of the offloaded state
 
@@ -119,6 +128,10 @@ class GangCompute:
     def parameter_count(self) -> int:
         return self._rank.learner.parameter_count
 
+    def list_owned_ranges(self) -> list[NDArray[np.int64]]:
+        """Return the ranges [count, 2] of a flat gradient that each rank owns."""
+        return [self._rank.learner.list_owned_ranges(rank) for rank in range(self._rank.ranks)]
+
     @property
     def late_counts(self) -> Mapping[str, int]:
         """Counts of emulated pieces: `paced` so far, and `late` ones; empty without emulation."""
@@ -128,31 +141,24 @@ class GangCompute:
         """Form the group of all ranks, first or after RankLost; weights must then be loaded."""
         async with self.runner.rebuild_state():
             await self._group.form()  # it waits minutes for ranks if necessary
-            self._claimed_rounds.clear()
 
     def _on_group_lost(self) -> None:
         self._memory = None
-        for task in self._transfers - {asyncio.current_task()}:  # it may be the cause
-            task.cancel()
-        self._transfers.clear()
 
     # -- orders ----------------------------------------------------------------------------------
 
     @run_as_piece(BEGIN)
-    async def begin_step(self) -> None:
+    async def begin_step(self, block_rounds: int = 1, gradient_dtype: str = "float32") -> None:
         """Begin a step, first or again, without any retained gradient."""
-        self._claimed_rounds.clear()
-        await self._wait_for_transfers()
-        orders = self._group.repeat_order(RankOrder(self._group.require_generation()))
-        self._rank.begin_step()
+        self._step_count += 1
+        about = block_rounds, gradient_dtype
+        orders = self._group.repeat_order(BeginStep(self._group.require_generation(), *about))
+        self._rank.begin_step(*about)
         await self._group.run_guarded(self._group.call_all(Ranks.begin_step, orders))
 
     @run_as_piece(TRAIN)
     async def compute_round(self, index: int, bins: RoundBins) -> BinStats:
         """Compute and retain the gradient sum of a round's bins; return their statistics."""
-        if index in self._claimed_rounds:  # by a hybrid: all ranks need the same one
-            await self._wait_for_transfers()
-        self._claimed_rounds.add(index)
         like = next((bin for bin in bins if bin.loss_token_count), bins[0])
         own, *rest = self.division.assign_bins(
             [bin if bin.loss_token_count else make_filler_bin(like) for bin in bins]
@@ -166,32 +172,43 @@ class GangCompute:
         counted = (stats for stats, bin in zip(found, bins, strict=True) if bin.loss_token_count)
         return sum(counted, BinStats())
 
-    async def add_gradient(self, index: int, gradient: NDArray[np.float32]) -> None:
-        """Retain a hybrid's flat gradient of a round, in parameter order, and take the array over.
+    async def add_gradient(self, block: int, hybrid: str, chunks: Sequence[Sequence[str]]) -> None:
+        """Add a hybrid's gradient of a block, of which each rank fetches its rows.
 
-        The gradient is dropped if the ranks compute that round themselves. Both are equal, but all
-        ranks must retain the same one.
+        All ranks add it or none. Raise the first error of a rank that could not fetch its rows,
+        Refused if another step has begun, or RankLost.
         """
+        step, generation = self._step_count, self._group.require_generation()
+        transfer, add = next(_transfer_ids), self._rank.make_gradient_adder()
+        sizes = [int((part[:, 1] - part[:, 0]).sum()) for part in self.list_owned_ranges()]
+        if len(chunks) != len(sizes):
+            raise BadMessage(f"rows of {len(chunks)} ranks for {len(sizes)}", where=hybrid)
+        orders = [
+            FetchGradient(generation, transfer, hybrid, size, list(digests))
+            for size, digests in zip(sizes[1:], chunks[1:], strict=True)
+        ]
+        own, there = await asyncio.gather(
+            fetch_gradient(self._mesh, self._bulk, hybrid, chunks[0], sizes[0]),
+            self._group.run_guarded(self._group.call_all(Ranks.fetch_gradient, orders)),
+            return_exceptions=True,
+        )
+        if isinstance(there, BaseException):
+            raise there
+        try:
+            raise_first(there)
+            if isinstance(own, BaseException):
+                raise own
+        except MeshError:
+            discard = self._group.repeat_order(AddGradient(generation, transfer, -1))
+            await self._group.run_guarded(self._group.call_all(Ranks.add_gradient, discard))
+            raise
         async with self.runner.gradient_lock:
-            if index in self._claimed_rounds:
-                return
-            self._claimed_rounds.add(index)
-            generation = self._group.require_generation()
-
-            async def send_to_all() -> None:
-                keep = self._rank.make_gradient_adder()
-                cut = self._rank.learner.slice_own_gradient
-                async with self._gradient_transfer.transfer(
-                    generation, index, gradient, cut
-                ) as orders:
-                    await self._mesh.host.run_blocking(
-                        keep, index, gradient, deadline_s=STATE_TRANSFER_TIMEOUT_S
-                    )
-                    await self._group.call_all(Ranks.add_gradient, orders)
-
-            task = asyncio.create_task(self._group.run_guarded(send_to_all()))
-            task.add_done_callback(consume_exception)
-            self._transfers.add(task)  # until `apply_gradient`; the hybrid does not wait for it
+            if step != self._step_count:
+                raise Refused("the step of this gradient has ended", where=self._mesh.name)
+            uses = self._group.repeat_order(AddGradient(generation, transfer, block))
+            run = self._mesh.host.run_blocking
+            await run(add, block, own, deadline_s=STATE_TRANSFER_TIMEOUT_S)
+            await self._group.run_guarded(self._group.call_all(Ranks.add_gradient, uses))
 
     @run_as_piece(CHANGE)
     async def update_settings(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
@@ -212,13 +229,11 @@ class GangCompute:
     @run_as_piece(UPDATE)
     async def apply_gradient(self, rounds: int, denominator: float, lr_factor: float) -> float:
         """Apply one optimizer step from rounds 0 .. `rounds` - 1; return the unclipped norm."""
-        await self._wait_for_transfers()
         about = rounds, denominator, lr_factor
         orders = self._group.repeat_order(ApplyGradient(self._group.require_generation(), *about))
         norm, _ = await self._group.run_on_all(
             COMPUTE_TIMEOUT_S, Ranks.apply_gradient, orders, self._rank.apply_gradient, *about
         )
-        self._claimed_rounds.clear()
         return norm
 
     async def score(self, bins: Sequence[Bin], quantity: str) -> list[NDArray[np.float32]]:
@@ -238,16 +253,6 @@ class GangCompute:
             COMPUTE_TIMEOUT_S, Ranks.score_bin, parts, self._rank.score, own, quantity
         )
         return [here, *(other.scores for other in others)][: len(bins)]
-
-    async def _wait_for_transfers(self) -> None:
-        """Wait until all ranks have the hybrids' gradients."""
-        sending = list(self._transfers)
-        if sending:
-            await asyncio.wait(sending, return_when=asyncio.FIRST_EXCEPTION)
-        for task in sending:
-            if task.done() and not task.cancelled():
-                task.result()
-        self._transfers.difference_update(sending)
 
     @property
     def meta_tensors(self) -> Mapping[str, Tensor]:
@@ -317,7 +322,6 @@ class GangCompute:
         """Offload all ranks' state with `describe_state()` and free its memory, or undo all."""
         async with self.runner.enter_sleep():
             state = describe_state() | {"counts": self._rank.learner.get_counts()}
-            await self._wait_for_transfers()
             memory = await self._run_blocking(self._rank.collect_memory, True)
             try:
                 await gather_all(save(state, memory.offloaded), self._order_ranks("keep", state))

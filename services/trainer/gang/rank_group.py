@@ -8,7 +8,7 @@ models must be loaded after that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,13 +60,11 @@ class RankGroup:
         rank: Rank,
         rendezvous_dir: Path,
         collective_timeout_s: float,
-        prepare: Callable[[Set[int]], Awaitable[None]],
         on_loss: Callable[[], None],
         form_timeout_s: float = FORM_TIMEOUT_S,
     ) -> None:
-        """Create a group of no ranks yet.
+        """Create a group of no ranks yet; `on_loss` is called when the group is lost.
 
-        `prepare` receives the ranks on other hosts; `on_loss` is called when the group is lost.
         `form_timeout_s` limits the rendezvous of ranks that are ready.
         """
         # 0: in no group. A single rank is in a group of its own from the beginning.
@@ -75,8 +73,7 @@ class RankGroup:
         self.other_ranks = [mesh.ref(rank_name(job, other)) for other in range(1, rank.ranks)]
         self._mesh, self._job, self._rank = mesh, job, rank
         self._rendezvous_dir, self._collective_timeout_s = rendezvous_dir, collective_timeout_s
-        self._prepare, self._on_loss = prepare, on_loss
-        self._form_timeout_s = form_timeout_s
+        self._on_loss, self._form_timeout_s = on_loss, form_timeout_s
         self._form_count = 0
         self._loss: Exception | None = None  # reason that the group is lost
 
@@ -117,13 +114,12 @@ class RankGroup:
                 limit_s=max(1.0, timeout_s),
             )
         own_host = self._mesh.settings.host
-        remote_ranks = {rank for rank, other in enumerate(standing, 1) if other.host != own_host}
-        await self._prepare(remote_ranks)
+        has_remote_ranks = any(other.host != own_host for other in standing)
         with ExitStack() as open_:
             where, door = str(self._rendezvous_dir / f"{self._job}-{generation}"), None
             interface = LOOPBACK
             addresses: list[str] = []
-            if remote_ranks:
+            if has_remote_ranks:
                 interface, address = self._find_interface(standing)
                 addresses = [address, *(other.address for other in standing)]
                 door = open_.enter_context(

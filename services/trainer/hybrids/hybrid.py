@@ -1,7 +1,8 @@
 """Hybrid: computes gradients of rounds for a training gang's core, and owns no state.
 
-It joins under a generation and fetches weights before it requests rounds. It never delays a step:
-the core computes the rounds that a hybrid does not return in time.
+It joins under a generation and fetches weights before it requests rounds. It sums the gradients of
+a block of rounds, and sends the sum while it computes the next block. It never delays a step: the
+core computes the blocks that a hybrid does not return in time.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.common.api.calls.role import RoleControl, SetTier, TierUsage
 from meshrl.common.api.stats import HybridStats
-from meshrl.common.api.trainer import LeaveRequest, RoundLease, RoundRequest, RoundResult, Trainer
+from meshrl.common.api.trainer import BlockResult, LeaveRequest, RoundLease, RoundRequest, Trainer
 from meshrl.common.base.errors import CorruptData, Fenced, MeshError, NotFound
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.emulation import parse_training_speed
@@ -37,6 +41,7 @@ from meshrl.common.weights.receiver import WeightReceiver
 from meshrl.services.trainer.bins.packing import Bin
 from meshrl.services.trainer.compute.gradient_transfer import PIECE_TIMEOUT_S, GradientOutbox
 from meshrl.services.trainer.compute.piece_runner import EmulationTimer
+from meshrl.services.trainer.learner.gradient_sum import BlockSum
 from meshrl.services.trainer.learner.learner import Learner
 from meshrl.services.trainer.learner.memory import LearnerMemory, reallocate_memory
 from meshrl.services.trainer.learner.stats import BinStats
@@ -47,6 +52,19 @@ LEASE_WAIT_S = 5.0  # maximum time that the core may wait before it answers a ro
 RETRY_S = 0.3
 COMPUTE_TIMEOUT_S = 600.0
 RESULT_TIMEOUT_S = 30.0  # for an answer, in addition to the time to fetch the gradient
+
+
+@dataclass
+class LeasedBlock:
+    """Block whose gradients this process sums."""
+
+    update_id: str
+    index: int
+    owned_ranges: list[NDArray[np.int64]]  # of each rank
+    dtype: str  # to which the sum is rounded
+    gradients: BlockSum = field(default_factory=BlockSum)
+    stats: BinStats = field(default_factory=BinStats)
+    busy_s: float = 0.0
 
 
 class Hybrid(StatelessSleeper, Actor):
@@ -75,6 +93,9 @@ class Hybrid(StatelessSleeper, Actor):
         self._generation = 0  # of the join; 0: not joined
         self._receiver = WeightReceiver(mesh, self.bulk, wants_deltas=True)
         self._manifest = ""  # of the weights that the learner has
+        self._block: LeasedBlock | None = None  # being computed
+        self._sent_block: LeasedBlock | None = None
+        self._sending: asyncio.Task[None] | None = None
         self._is_draining = False
         self._has_left = asyncio.Event()
         self._is_awake = asyncio.Event()
@@ -90,6 +111,7 @@ class Hybrid(StatelessSleeper, Actor):
 
     async def stop(self) -> None:
         await self.tiers.stop()
+        await self._drop_blocks()
         self.outbox.close()
 
     def stats(self) -> HybridStats:
@@ -101,6 +123,7 @@ class Hybrid(StatelessSleeper, Actor):
             rounds=self.rounds,
             bins=self.bins,
             busy_s=self.busy_s,
+            sent_bytes=self.outbox.staged_bytes,
         )
 
     def collect_stats(self) -> dict[str, Any]:
@@ -133,6 +156,7 @@ class Hybrid(StatelessSleeper, Actor):
             await self._learner_lock.acquire()  # until it wakes; the current round ends first
             try:
                 self._generation, self._manifest = 0, ""
+                await self._drop_blocks()
                 memory = await self._run_blocking(LearnerMemory, self.learner)
                 try:
                     await self._run_blocking(memory.release)
@@ -179,6 +203,7 @@ class Hybrid(StatelessSleeper, Actor):
             except Fenced as error:  # the core does not know this join any more: join again
                 self.mesh.telemetry.log.info("joining again", error=str(error))
                 self._generation = 0
+                await self._drop_blocks()
             except MeshError as error:
                 self.mesh.telemetry.log.info("repeating the request", error=str(error))
                 patience.record_failure(error)
@@ -186,19 +211,91 @@ class Hybrid(StatelessSleeper, Actor):
         await self._has_left.wait()  # else the caller of `drain` would get no answer
 
     async def _run_round(self) -> None:
+        if self._sending is not None and self._sending.done():
+            await self._finish_sending()
         if not self._generation:
             self._generation = await self._core.call(Trainer.join_hybrid, self.placement.instance)
-        request = RoundRequest(
-            self.placement.instance, self._generation, self._manifest, LEASE_WAIT_S
+        lease = await self._core.call(
+            Trainer.lease_round, self._build_request(), deadline_s=LEASE_WAIT_S + 5.0
         )
-        lease = await self._core.call(Trainer.lease_round, request, deadline_s=LEASE_WAIT_S + 5.0)
+        if self._block is not None and (lease.index >= 0 or lease.is_complete):
+            held = self._block.update_id, self._block.index, self._block.gradients.rounds
+            if held != (lease.update_id, lease.block, lease.rounds_before):
+                self._block = None  # its lease has ended
+        elif self._block is not None and lease.update_id != self._block.update_id:
+            self._block = None
         if lease.index >= 0:
-            result = await self._compute_round(lease)
-            # The core fetches the gradient before it answers.
-            deadline_s = RESULT_TIMEOUT_S + PIECE_TIMEOUT_S * len(result.chunks)
-            await self._core.call(Trainer.complete_round, result, deadline_s=deadline_s)
-        elif lease.manifest:
+            await self._compute_round(lease)
+        elif lease.manifest not in ("", self._manifest):
+            self._block = None
             await self._fetch_weights(lease.manifest)
+        if lease.is_complete and self._block is not None:
+            await self._send_block(self._block)
+
+    def _build_request(self) -> RoundRequest:
+        block, sent = self._block, self._sent_block
+        update_id = block.update_id if block else sent.update_id if sent else ""
+        return RoundRequest(
+            instance=self.placement.instance,
+            generation=self._generation,
+            manifest=self._manifest,
+            wait_s=LEASE_WAIT_S,
+            update_id=update_id,
+            block=block.index if block else -1,
+            rounds_done=block.gradients.rounds if block else 0,
+            sent_block=sent.index if sent and sent.update_id == update_id else -1,
+        )
+
+    # -- sums that are sent while the next block is computed ---------------------------------------
+
+    async def _send_block(self, block: LeasedBlock) -> None:
+        """Begin to send the sum of a block, once the previous one has been sent.
+
+        The sum moves to host memory, so that the accelerator has room for the next one.
+        """
+        self._block = None
+        await self._finish_sending()
+        self._sent_block = block
+        total = await self._run_blocking(block.gradients.close(getattr(torch, block.dtype)).cpu)
+        block.gradients.total = None
+        self._sending = asyncio.create_task(self._transfer_block(block, total), name="gradient")
+
+    async def _finish_sending(self) -> None:
+        """Wait until the current sum has been sent; raise the error that ended the transfer."""
+        sending = self._sending
+        if sending is not None:
+            try:
+                await sending
+            finally:
+                sending.cancel()
+                self._sending, self._sent_block = None, None
+
+    async def _transfer_block(self, block: LeasedBlock, total: Tensor) -> None:
+        began = self.mesh.clock.monotonic()
+        chunks = await self.outbox.put(total, block.owned_ranges)
+        del total
+        result = BlockResult(
+            instance=self.placement.instance,
+            generation=self._generation,
+            update_id=block.update_id,
+            block=block.index,
+            rounds=block.gradients.rounds,
+            chunks=chunks,
+            stats=asdict(block.stats),
+            busy_s=block.busy_s,
+            staged_s=self.mesh.clock.monotonic() - began,
+        )
+        # The ranks fetch the gradient before the core answers.
+        pieces = sum(map(len, result.chunks))
+        deadline_s = RESULT_TIMEOUT_S + PIECE_TIMEOUT_S * pieces
+        await self._core.call(Trainer.complete_block, result, deadline_s=deadline_s)
+
+    async def _drop_blocks(self) -> None:
+        """Stop sending, and free the sums."""
+        sending, self._block, self._sent_block, self._sending = self._sending, None, None, None
+        if sending is not None:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
 
     async def _fetch_weights(self, manifest: str) -> None:
         """Load the weights of the next rounds, before any round is requested."""
@@ -223,10 +320,15 @@ class Hybrid(StatelessSleeper, Actor):
         async with self._learner_lock:
             yield
 
-    async def _compute_round(self, lease: RoundLease) -> RoundResult:
+    async def _compute_round(self, lease: RoundLease) -> None:
+        """Add the gradient of a round to the sum of its block."""
         clock = self.mesh.clock
         began = clock.monotonic() - self.time_slices.wait_time_s
         bins = [bin for arrays in lease.bins if (bin := Bin.from_arrays(arrays)).loss_token_count]
+        block = self._block or LeasedBlock(
+            lease.update_id, lease.block, lease.owned_ranges, lease.gradient_dtype
+        )
+        self._block = None  # while it changes
 
         async def compute() -> tuple[Tensor, BinStats]:
             tokens = sum(len(bin.tokens) for bin in bins)
@@ -240,19 +342,14 @@ class Hybrid(StatelessSleeper, Actor):
 
         async with self._use_learner():
             gradient, stats = await self.time_slices.run_in_slice("train_step", compute)
+            await self._run_blocking(block.gradients.add, gradient)
         compute_s = clock.monotonic() - self.time_slices.wait_time_s - began
         self.rounds += 1
         self.bins += len(bins)
         self.busy_s += compute_s
-        return RoundResult(
-            instance=self.placement.instance,
-            generation=self._generation,
-            update_id=lease.update_id,
-            index=lease.index,
-            chunks=await self.outbox.put(gradient),
-            stats=asdict(stats),
-            busy_s=compute_s,
-        )
+        block.busy_s += compute_s
+        block.stats = block.stats + stats if block.gradients.rounds > 1 else stats
+        self._block = block
 
     async def _run_blocking(self, work: Callable[..., T], *args: Any) -> T:
         return await self.mesh.host.run_blocking(work, *args, deadline_s=COMPUTE_TIMEOUT_S)

@@ -201,11 +201,9 @@ class Learner:
     def _make_rows(self, name: str, tensor: Tensor) -> TensorRows:
         return TensorRows(tuple(tensor.shape), 0, tensor)
 
-    def slice_own_gradient(
-        self, full_gradient: NDArray[np.float32], rank: int
-    ) -> NDArray[np.float32]:
-        """Return a rank's part of a flat gradient over all trainable parameters."""
-        return full_gradient
+    def list_owned_ranges(self, rank: int) -> NDArray[np.int64]:
+        """Return a rank's ranges [count, 2] of a flat gradient over all trainable parameters."""
+        return np.array([[0, self.parameter_count]], np.int64)
 
     def get_meta_tensors(self, optimizer: bool) -> Mapping[str, Tensor]:
         """Return the weights, or the `optimizer` state, for their names, dtypes and shapes."""

@@ -241,8 +241,8 @@ class Rank:
             learner.close()
         leave_group()
 
-    def begin_step(self) -> None:
-        self._gradients = GradientSum()
+    def begin_step(self, block_rounds: int = 1, gradient_dtype: str = "float32") -> None:
+        self._gradients = GradientSum(block_rounds, getattr(torch, gradient_dtype))
 
     def compute_round(self, index: int, bins: Sequence[Bin]) -> list[BinStats]:
         """Return the statistics of this rank's bins; retain its rows of the round's gradient."""
@@ -251,17 +251,14 @@ class Rank:
         self._gradients.add(index, gradient)
         return stats
 
-    def make_gradient_adder(
-        self, is_sliced: bool = False
-    ) -> Callable[[int, NDArray[np.float32]], None]:
-        """Return a function that adds a hybrid's gradient, full or `is_sliced`, to this step."""
-        learner, gradients = self.learner, self._gradients
+    def make_gradient_adder(self) -> Callable[[int, NDArray[np.float32]], None]:
+        """Return a function that adds this rank's rows of a block's gradient to this step."""
+        gradients = self._gradients
 
-        def keep(index: int, numbers: NDArray[np.float32]) -> None:
-            part = numbers if is_sliced else learner.slice_own_gradient(numbers, self.rank)
-            gradients.add(index, torch.from_numpy(part).to(self._device))
+        def add(block: int, rows: NDArray[np.float32]) -> None:
+            gradients.add_block(block, torch.from_numpy(rows).to(self._device))
 
-        return keep
+        return add
 
     def apply_gradient(self, rounds: int, denominator: float, lr_factor: float) -> float:
         norm = self.learner.apply_gradient(

@@ -8,6 +8,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshrl.common.api import ranks as orders
 from meshrl.common.api.calls.role import SetTier, TierUsage
 from meshrl.common.api.ranks import (
@@ -19,7 +22,7 @@ from meshrl.common.api.ranks import (
     SleepOrder,
 )
 from meshrl.common.api.stats import RankStats
-from meshrl.common.base.errors import CorruptData, Fenced, Refused
+from meshrl.common.base.errors import CorruptData, Fenced, MeshError, Refused
 from meshrl.common.base.files.path_checks import resolve_below
 from meshrl.common.base.host.interfaces import find_address
 from meshrl.common.job.bundle.job_data import JobData
@@ -32,10 +35,11 @@ from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.transports.rendezvous import is_multi_host, rendezvous_directory
 from meshrl.services.trainer.bins.packing import Bin
-from meshrl.services.trainer.compute.gradient_transfer import fetch_gradient, map_gradient_file
+from meshrl.services.trainer.compute.gradient_transfer import fetch_gradient
 from meshrl.services.trainer.learner.memory import LearnerMemory, reallocate_memory
 from meshrl.services.trainer.ranks import network_interface
 from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.ranks.rank_faults import describe_fault
 from meshrl.services.trainer.ranks.rank_thread import RankThread
 from meshrl.services.trainer.ranks.row_tasks import RowRestorer, RowSaver, RowStager
 
@@ -158,6 +162,7 @@ class RankActor(Actor):
         self._rendezvous_dir = rendezvous_directory(mesh.settings)
         self._thread = RankThread(mesh, group_s)
         self._bulk = BulkClient(mesh)
+        self._fetched_rows: dict[int, NDArray[np.float32]] = {}  # of hybrids, by transfer
         about = mesh, self._bulk, data, rank, self._thread.run
         self._row_saver, self._row_restorer = RowSaver(*about), RowRestorer(*about)
         self._row_stager = RowStager(*about)
@@ -228,6 +233,7 @@ class RankActor(Actor):
         if order.generation < self._generation:
             raise self._make_fenced_error(order.generation)
         self._generation = order.generation
+        self._fetched_rows = {}
         self._rows.reset()
         await self._row_stager.close()
         await self._row_restorer.close()
@@ -259,9 +265,10 @@ class RankActor(Actor):
         await self._thread.run(self._rank.create_model, deadline_s=order.timeout_s)
 
     @call(Ranks.begin_step)
-    def begin_step(self, order: orders.RankOrder) -> None:
+    def begin_step(self, order: orders.BeginStep) -> None:
         self._check_generation(order.generation)
-        self._rank.begin_step()
+        self._rank.begin_step(order.block_rounds, order.gradient_dtype)
+        self._fetched_rows = {}
 
     @call(Ranks.compute_round)
     async def compute_round(self, part: orders.ComputeRound) -> orders.RoundStats:
@@ -272,34 +279,25 @@ class RankActor(Actor):
         )
         return orders.RoundStats([asdict(one) for one in stats])
 
+    @call(Ranks.fetch_gradient)
+    async def fetch_gradient(self, order: orders.FetchGradient) -> orders.RankFault:
+        self._check_generation(order.generation)
+        fetched_rows = self._fetched_rows  # of this step
+        try:
+            fetched_rows[order.transfer_id] = await fetch_gradient(
+                self._mesh, self._bulk, order.hybrid, order.chunks, order.element_count
+            )
+        except MeshError as error:  # the core computes the rounds of the hybrid
+            return describe_fault(error)
+        return orders.RankFault()
+
     @call(Ranks.add_gradient)
-    async def add_gradient(self, gradient: orders.AddGradient) -> None:
-        self._check_generation(gradient.generation)
-        path = (
-            resolve_below(self._rendezvous_dir, gradient.path, self._mesh.name)
-            if gradient.path
-            else None
-        )
-        keep, run = (
-            self._rank.make_gradient_adder(is_sliced=path is None),
-            self._mesh.host.run_blocking,
-        )
-        if path is not None:
-            numbers = await run(
-                map_gradient_file,
-                str(path),
-                gradient.element_count,
-                deadline_s=STATE_TRANSFER_TIMEOUT_S,
-            )
-        else:
-            about = (
-                f"trainer/{self._placement.job}",
-                gradient.chunks,
-                gradient.element_count,
-                gradient.bulk_address,
-            )
-            numbers = await fetch_gradient(self._mesh, self._bulk, *about)
-        await run(keep, gradient.index, numbers, deadline_s=STATE_TRANSFER_TIMEOUT_S)
+    async def add_gradient(self, order: orders.AddGradient) -> None:
+        self._check_generation(order.generation)
+        rows = self._fetched_rows.pop(order.transfer_id, None)
+        if rows is not None and order.block >= 0:
+            add, run = self._rank.make_gradient_adder(), self._mesh.host.run_blocking
+            await run(add, order.block, rows, deadline_s=STATE_TRANSFER_TIMEOUT_S)
 
     @call(Ranks.update_settings)
     async def update_settings(self, order: orders.UpdateSettings) -> None:

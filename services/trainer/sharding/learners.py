@@ -28,8 +28,8 @@ from meshrl.services.trainer.sharding.expert_parallel import split_experts
 from meshrl.services.trainer.sharding.fsdp import reshard_model, shard_model
 from meshrl.services.trainer.sharding.row_operations import (
     initialize_rows,
+    list_owned_ranges,
     scatter_rows,
-    slice_gradient,
 )
 from meshrl.services.trainer.sharding.row_ownership import EvenOwnership, RowOwnership
 
@@ -103,10 +103,8 @@ class RowShardedLearner(Learner, ABC):
     def compute_local_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
         """Return the gradient summed over all ranks' bins, and statistics of this rank's bins."""
 
-    def slice_own_gradient(
-        self, full_gradient: NDArray[np.float32], rank: int
-    ) -> NDArray[np.float32]:
-        return slice_gradient(full_gradient, self._trainable_shapes, self._ownership, rank)
+    def list_owned_ranges(self, rank: int) -> NDArray[np.int64]:
+        return list_owned_ranges(self._trainable_shapes, self._ownership, rank)
 
     # -- full weights, of which rank 0 has some at a time ------------------------------------------
 

@@ -1,7 +1,6 @@
 """Operations on a rank's rows of a model: initial values, scatter, gather, reduction.
 
-A rank's flat gradient is that of its rows, parameter after parameter. A hybrid's full gradient is
-sliced in the same way.
+A rank's flat gradient is that of its rows, parameter after parameter.
 """
 
 from __future__ import annotations
@@ -51,19 +50,16 @@ def initialize_rows(
     critic.initialize_critic(model)
 
 
-def slice_gradient(
-    full_gradient: NDArray[np.float32],
-    shapes: Mapping[str, torch.Size],
-    ownership: RowOwnership,
-    rank: int,
-) -> NDArray[np.float32]:
-    """Return a rank's part of a flat array over all parameters of these shapes."""
-    pieces, offset = [], 0
+def list_owned_ranges(
+    shapes: Mapping[str, torch.Size], ownership: RowOwnership, rank: int
+) -> NDArray[np.int64]:
+    """Return a rank's ranges [count, 2] of a flat array over all parameters of these shapes."""
+    found, offset = [], 0
     for name, shape in shapes.items():
         own, width = ownership.get_rows(name, shape[0], rank), shape[1:].numel()
-        pieces.append(full_gradient[offset + own.start * width : offset + own.stop * width])
+        found.append((offset + own.start * width, offset + own.stop * width))
         offset += shape.numel()
-    return np.concatenate(pieces)
+    return np.array(found, np.int64)
 
 
 def scatter_rows(

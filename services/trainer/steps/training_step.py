@@ -42,6 +42,7 @@ class StepResult:
     gradient_norm: float = 0.0  # of the last update's gradient, before clipping
     bin_count: int = 0
     updates: list[RoundPlan] = field(default_factory=list)
+    block_rounds: list[int] = field(default_factory=list)  # of each update: see `GradientSum`
     update_s: float = 0.0  # of the optimizer, without sleep in between
 
 
@@ -67,6 +68,7 @@ class TrainingStep:
         self._algorithm = get_algorithm(config.algorithm.name)
         self._lr_factor = compute_lr_factor(self._version, config.budget.steps, config.optimizer)
         self.result = StepResult(StepBatch(self._version, config))
+        self._block_rounds = 1  # of the current update
 
     async def run(self, groups: AsyncIterator[TrajectoryGroup]) -> StepResult:
         """Train on groups in the order of their arrival."""
@@ -88,21 +90,24 @@ class TrainingStep:
                 rounds = await self._run_blocking(round_planner.add, sequences)
                 rounds += await self._run_blocking(round_planner.flush)
                 self._intake.enter("")
-                await self._run_update(rounds, round_planner.plan, sequences)
+                size = self._choose_block_rounds(len(rounds))
+                await self._run_update(rounds, round_planner.plan, sequences, size)
         return self.result
 
-    async def replay(self, groups: list[TrajectoryGroup], updates: list[RoundPlan]) -> StepResult:
+    async def replay(
+        self, groups: list[TrajectoryGroup], updates: list[RoundPlan], block_rounds: list[int]
+    ) -> StepResult:
         """Repeat the updates of a step's record on the same groups."""
         minibatches = await self._build_minibatches(groups)
         sequences = {
             (s.group_id, s.member_index): s for minibatch in minibatches for s in minibatch
         }
-        for plan in updates:
+        for plan, size in zip(updates, block_rounds, strict=True):
             rounds = await self._run_blocking(rebuild_rounds, plan, sequences, self._fresh_version)
             members = [
                 sequences[group, member] for one in plan for bin in one for group, member in bin
             ]
-            await self._run_update(rounds, plan, members)
+            await self._run_update(rounds, plan, members, size)
         return self.result
 
     def _create_round_planner(self) -> RoundPlanner:
@@ -119,7 +124,7 @@ class TrainingStep:
 
     async def _run_streaming(self, groups: AsyncIterator[TrajectoryGroup]) -> None:
         round_planner, trained = self._create_round_planner(), []
-        await self._gradients.begin_update(self._manifest)
+        await self._begin_update(self._manifest, self._choose_block_rounds(None))
 
         async def feed() -> None:
             async for group in groups:
@@ -157,13 +162,29 @@ class TrainingStep:
             )
         return split_groups([one for one in by_group if one], self._config.algorithm.updates)
 
+    def _choose_block_rounds(self, rounds: int | None) -> int:
+        """Choose the rounds of a block for an update of so many rounds; None: still unknown."""
+        training = self._config.training
+        if training.block_rounds or training.deterministic:
+            return training.block_rounds or 1
+        return self._gradients.choose_block_rounds(rounds)
+
+    async def _begin_update(self, manifest: str, block_rounds: int) -> None:
+        dtype = self._config.training.gradient_dtype
+        await self._gradients.begin_update(manifest, block_rounds, dtype)
+        self._block_rounds = block_rounds
+
     async def _run_update(
-        self, rounds: list[list[Bin]], plan: RoundPlan, sequences: list[TrainingSequence]
+        self,
+        rounds: list[list[Bin]],
+        plan: RoundPlan,
+        sequences: list[TrainingSequence],
+        block_rounds: int,
     ) -> None:
         # Hybrids cannot take part if only the core has the weights: those between two updates of a
         # step, or a critic.
         alone = bool(self.result.updates) or self._algorithm.has_critic
-        await self._gradients.begin_update("" if alone else self._manifest)
+        await self._begin_update("" if alone else self._manifest, block_rounds)
         self._enter_phase("computing", self._number)
         self._gradients.offer_rounds(rounds)
         self._gradients.close_rounds()
@@ -185,6 +206,7 @@ class TrainingStep:
         self.result.denominator_sum += divisor
         self.result.bin_count += sum(bool(bin) for one in plan for bin in one)
         self.result.updates.append(plan)
+        self.result.block_rounds.append(self._block_rounds)
 
     def _read_working_clock_s(self) -> float:
         """Return a clock that stands still while the core sleeps or waits for time slices."""

@@ -374,8 +374,8 @@ class VectorRank(_VectorState, Rank):
         if group is not None:
             group.leave()
 
-    def begin_step(self) -> None:
-        self._gradients = GradientSum()
+    def begin_step(self, block_rounds: int = 1, gradient_dtype: str = "float32") -> None:
+        self._gradients = GradientSum(block_rounds, getattr(torch, gradient_dtype))
 
     @virtual_duration(GRADIENT_S)
     async def compute_round(  # type: ignore[override]
@@ -391,15 +391,13 @@ class VectorRank(_VectorState, Rank):
         gradients.add(index, self._slice_own(summed).clone())
         return [stats]
 
-    def make_gradient_adder(
-        self, is_sliced: bool = False
-    ) -> Callable[[int, NDArray[np.float32]], None]:
+    def list_owned_ranges(self, rank: int) -> NDArray[np.int64]:
+        own = slice_rank(torch.arange(self.parameter_count), rank, self.ranks).numpy()
+        return np.stack([own, own + 1], axis=1)
+
+    def make_gradient_adder(self) -> Callable[[int, NDArray[np.float32]], None]:
         gradients = self._gradients
-
-        def keep(index: int, whole: NDArray[np.float32]) -> None:
-            gradients.add(index, self._slice_own(torch.from_numpy(np.array(whole))).clone())
-
-        return keep
+        return lambda block, rows: gradients.add_block(block, torch.from_numpy(rows))
 
     @virtual_duration(UPDATE_S)
     async def apply_gradient(  # type: ignore[override]

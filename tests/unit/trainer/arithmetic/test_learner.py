@@ -254,6 +254,15 @@ def test_missing_round_is_rejected() -> None:
         gradient_sum.get_total(2)
 
 
+def test_incomplete_block_is_rejected() -> None:
+    gradient_sum = GradientSum(block_rounds=2)
+    for index in (0, 1, 2):
+        gradient_sum.add(index, torch.ones(3))
+    with pytest.raises(Refused, match="2 of 4"):
+        gradient_sum.get_total(4)
+    assert torch.equal(gradient_sum.get_total(3), torch.full((3,), 3.0))
+
+
 def test_threads_add_each_round_once() -> None:
     with ThreadPoolExecutor(4) as threads:
         for _ in range(50):

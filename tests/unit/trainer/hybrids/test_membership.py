@@ -1,4 +1,4 @@
-"""Membership of hybrids, the board of a step's rounds, and failed sleep."""
+"""Membership of hybrids, and failed sleep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.services.trainer.hybrids.hybrid import Hybrid
 from meshrl.services.trainer.hybrids.membership import HybridMembership
-from meshrl.services.trainer.hybrids.round_board import MAX_ROUNDS_AHEAD, RoundBoard
 from meshrl.services.trainer.initialization.initial_weights import create_learner
 from meshrl.services.trainer.learner.learner import Learner
 from meshrl.sim.virtual_loop import run_virtual
@@ -128,121 +127,6 @@ def test_only_the_last_join_of_a_gang_counts(history: list[tuple[str, str, int]]
                 else:
                     pool.record_result(gang, number, now)
         assert set(pool.get_stages()) == set(live_rounds)
-
-
-def create_board(count: int) -> RoundBoard:
-    board = RoundBoard()
-    board.add_rounds(count)
-    board.is_closed = True
-    return board
-
-
-def test_core_and_hybrids_lease_from_the_front() -> None:
-    board = create_board(4)
-    assert board.take_round(now_s=0.0) == 0
-    assert board.lease_round("g1", expires_s=5.0) == 1
-    assert board.lease_round("g2", expires_s=5.0) == 2
-    assert board.take_round(now_s=0.0) == 3
-    assert board.take_round(now_s=0.0) is None
-    assert board.lease_round("g1", expires_s=5.0) is None
-
-
-def test_expired_lease_is_computed_by_the_core_and_counted_once() -> None:
-    board = create_board(1)
-    assert board.lease_round("g1", expires_s=5.0) == 0
-    assert board.take_round(now_s=4.0) is None
-    assert board.next_expiry() == 5.0
-    assert board.take_round(now_s=5.0) == 0
-    assert board.complete_round(0)
-    assert not board.complete_round(0)
-    assert board.is_complete
-
-
-def test_rounds_of_a_departed_hybrid_are_free() -> None:
-    board = create_board(2)
-    assert board.lease_round("g1", expires_s=5.0) == 0
-    assert board.release_rounds("g1") and not board.release_rounds("g1")
-    assert board.lease_round("g2", expires_s=5.0) == 0
-
-
-def test_late_round_is_leased_first_and_limits_the_lookahead() -> None:
-    board = RoundBoard()
-    board.add_rounds(50)
-    assert board.lease_round("silent", expires_s=5.0) == 0
-    leased_rounds = []
-    while (index := board.take_round(now_s=1.0)) is not None:
-        leased_rounds.append(index)
-        board.complete_round(index)
-    assert (
-        leased_rounds == list(range(1, MAX_ROUNDS_AHEAD))
-        and board.lease_round("g2", expires_s=9.0) is None
-    )
-    assert board.take_round(now_s=5.0) == 0
-    board.complete_round(0)
-    assert board.take_round(now_s=5.0) == MAX_ROUNDS_AHEAD
-
-
-def test_unsaved_result_is_computed_again() -> None:
-    board = create_board(1)
-    assert board.lease_round("g1", expires_s=5.0) == 0
-    assert board.claim_result(0) and not board.claim_result(0) and not board.is_complete
-    assert board.take_round(now_s=9.0) is None
-    board.release_claim(0)
-    assert board.take_round(now_s=1.0) == 0 and board.complete_round(0) and board.is_complete
-
-
-def test_board_is_incomplete_until_the_last_round_is_known() -> None:
-    board = RoundBoard()
-    board.add_rounds(1)
-    assert board.take_round(0.0) == 0 and board.complete_round(0) and not board.is_complete
-    board.add_rounds(1)
-    board.is_closed = True
-    assert (
-        not board.is_complete
-        and board.take_round(0.0) == 1
-        and board.complete_round(1)
-        and board.is_complete
-    )
-
-
-@given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from("tldxrg"), st.integers(0, 2))))
-def test_any_event_order_completes_each_round_once(
-    count: int, events: list[tuple[str, int]]
-) -> None:
-    board = RoundBoard()
-    board.add_rounds(count)
-    out: dict[str, int] = {}
-    counted: list[int] = []
-    now = 0.0
-
-    def done(index: int) -> None:
-        if board.complete_round(index):
-            counted.append(index)
-
-    for kind, worker_name in events:
-        now += 1.0
-        gang = f"g{worker_name}"
-        if (
-            kind == "l"
-            and gang not in out
-            and (leased := board.lease_round(gang, now + 3)) is not None
-        ):
-            out[gang] = leased
-        elif kind == "d" and gang in out:
-            done(out.pop(gang))
-        elif kind == "x":
-            out.pop(gang, None)
-        elif kind == "r":
-            out.pop(gang, None)
-            board.release_rounds(gang)
-        elif kind == "g":
-            board.add_rounds(1)
-        elif kind == "t" and (leased_rounds := board.take_round(now)) is not None:
-            done(leased_rounds)
-    board.is_closed = True
-    while (leased_rounds := board.take_round(now + 1e9)) is not None:
-        done(leased_rounds)
-    assert board.is_complete and sorted(counted) == list(range(board.round_count))
 
 
 class FailingLearner:

@@ -371,7 +371,7 @@ async def test_progress_counts_replayed_and_warm_start_steps(data: JobData) -> N
     updates = (await made._make_step(1, "m0", made.data.config).run(arrive())).updates
     progress_values = [made.stats().progress]
     for _ in range(2):
-        await made._make_step(1, "", made.data.config).replay(groups, updates)
+        await made._make_step(1, "", made.data.config).replay(groups, updates, [1] * len(updates))
         progress_values.append(made.stats().progress)
     made.first_version.warm_start_fraction = 0.5
     progress_values.append(made.stats().progress)

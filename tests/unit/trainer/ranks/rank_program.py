@@ -25,6 +25,7 @@ from meshrl.common.base.files import offloaded_tensors
 from meshrl.common.base.files.offloaded_tensors import OffloadFile
 from meshrl.common.model.files.tensor_source import batch_by_bytes
 from meshrl.common.weights.transports.rendezvous import format_rendezvous_url, open_listener
+from meshrl.services.trainer.compute.gradient_transfer import cut_pieces
 from meshrl.services.trainer.ranks.rank import Rank, make_filler_bin
 from meshrl.services.trainer.ranks.row_tasks import write_rows
 from meshrl.services.trainer.rows.saved_rows import MASTER_PREFIX, SavedRows
@@ -151,7 +152,8 @@ def train(rank: Rank, step: int, variant: str, directory: Path) -> float:
             hybrid = fresh_learner(variant)
             hybrid.load_weights(weights)
             gradient, _ = hybrid.compute_round_gradient(of_round)
-            rank.make_gradient_adder()(index, gradient.numpy())
+            own = rank.learner.list_owned_ranges(rank.rank)
+            rank.make_gradient_adder()(index, np.concatenate(list(cut_pieces(gradient, own))))
         else:
             of_round += [make_filler_bin(of_round[0])] * (rank.ranks - len(of_round))
             rank.compute_round(index, [of_round[rank.rank]])

@@ -7,18 +7,18 @@ import os
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Set
+from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from meshrl.common.api.calls.role import TierUsage
 from meshrl.common.api.ranks import (
     STATE_TRANSFER_TIMEOUT_S,
-    AddGradient,
     BinScores,
     RankFault,
     Ranks,
@@ -50,7 +50,7 @@ from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.weights.layout.chunk_builder import StagingOptions
 from meshrl.common.weights.transports.rendezvous import NoRendezvousPort
-from meshrl.services.trainer.compute.gradient_transfer import map_gradient_file
+from meshrl.services.trainer.compute.gradient_transfer import GradientOutbox, make_hybrid_name
 from meshrl.services.trainer.gang.gang_compute import GangCompute
 from meshrl.services.trainer.gang.rank_group import RankGroup
 from meshrl.services.trainer.gang.state_writers import GangStateWriter, LocalStateWriter
@@ -63,7 +63,7 @@ from tests.meshes import on_sockets
 from tests.unit.trainer.ranks.batches_under_test import OPTIMIZER, VARIANTS, bins_of_step
 from tests.unit.trainer.ranks.rows_under_test import sharded_learner
 
-JOB = "job"
+JOB, HYBRID = "job", "g1"
 
 
 class FirstRank(Rank):
@@ -84,11 +84,10 @@ class OtherRank(Actor):
     def __init__(self) -> None:
         self.raises: dict[str, Exception] = {}
         self.ordered: dict[str, list[Any]] = defaultdict(list)
-        self.given: dict[int, np.ndarray[Any, Any]] = {}
         self.answers: dict[str, Any] = {
             "stand_by": StandbyAnswer("", ""),
             "compute_round": RoundStats([asdict(BinStats(tokens=1))]),
-            "add_gradient": self._save_gradient,
+            "fetch_gradient": RankFault(),
             "apply_gradient": 0.0,
             "score_bin": lambda part: BinScores(np.zeros(len(part.bin["tokens"]), np.float32)),
             "finish_staging": StagingResult(),
@@ -98,9 +97,6 @@ class OtherRank(Actor):
             "set_tier": TierUsage(0, 0, 0),
             "drain": None,
         }
-
-    def _save_gradient(self, lent: AddGradient) -> None:
-        self.given[lent.index] = np.array(map_gradient_file(lent.path, lent.element_count))
 
     def answer(self, name: str, order: Any) -> Any:
         self.ordered[name].append(order)
@@ -127,18 +123,29 @@ for order, method in Ranks.methods.items():
     setattr(OtherRank, order, make_handler(order, method))
 
 
+def make_learner(group: Any) -> FsdpLearner:
+    return sharded_learner("plain", group)
+
+
 class Gang:
     """Gang of two ranks of a core."""
 
-    def __init__(self, mesh: Mesh, other: OtherRank, directory: Path) -> None:
-        def make(group: Any) -> FsdpLearner:
-            return sharded_learner("plain", group)
-
-        self.mesh, self.other, self.directory = mesh, other, directory
-        self.rank = FirstRank(make, 0, 2, "cpu")
+    def __init__(
+        self, mesh: Mesh, other: OtherRank, directory: Path, outbox: GradientOutbox
+    ) -> None:
+        self.mesh, self.other, self.directory, self.outbox = mesh, other, directory, outbox
+        self.rank = FirstRank(make_learner, 0, 2, "cpu")
         self.compute = GangCompute(
             mesh, JOB, self.rank, rendezvous_dir=directory, collective_timeout_s=scaled(20.0)
         )
+
+    def make_gradient(self) -> torch.Tensor:
+        return torch.arange(self.compute.parameter_count, dtype=torch.float32)
+
+    async def send_gradient(self, block: int, gradient: torch.Tensor) -> None:
+        """Send a gradient as a hybrid does."""
+        chunks = await self.outbox.put(gradient, self.compute.list_owned_ranges())
+        await self.compute.add_gradient(block, make_hybrid_name(HYBRID), chunks)
 
     @property
     def has_group(self) -> bool:
@@ -154,16 +161,22 @@ async def gang(tmp_path: Path) -> AsyncIterator[Gang]:
     state = open_simulated_state(clock)
 
     def mesh(name: str) -> Mesh:
-        return on_sockets(name, state, clock)
+        return on_sockets(
+            name, state, clock, settings=MeshSettings(state.url, str(tmp_path), host="")
+        )
 
     core, elsewhere = mesh(f"trainer/{JOB}"), mesh(rank_name(JOB, 1))
-    other = OtherRank()
+    hybrid, other = mesh(make_hybrid_name(HYBRID)), OtherRank()
+    outbox = GradientOutbox(hybrid, HYBRID)
     await elsewhere.join(other)
     await core.join(None)
-    made = Gang(core, other, tmp_path)
+    await hybrid.join(None, bulk_address=outbox.address)
+    made = Gang(core, other, tmp_path, outbox)
     await made.compute.form_group()
     yield made
     made.rank.leave()
+    outbox.close()
+    await hybrid.leave()
     await core.leave()
     await elsewhere.leave()
     await state.close()
@@ -357,18 +370,13 @@ async def test_gang_over_hosts_without_a_rendezvous_port_fails_at_once(tmp_path:
         other.answers["stand_by"] = StandbyAnswer("elsewhere", "127.0.0.1")
         await elsewhere.join(other)
         await core.join(None)
-        rank, far = Gang(core, other, tmp_path).rank, list[int]()
+        rank = FirstRank(make_learner, 0, 2, "cpu")
 
-        async def prepare(ranks: Set[int]) -> None:
-            far.extend(ranks)
-
-        group = RankGroup(
-            core, JOB, rank, tmp_path, scaled(20.0), prepare=prepare, on_loss=lambda: None
-        )
+        group = RankGroup(core, JOB, rank, tmp_path, scaled(20.0), on_loss=lambda: None)
         async with asyncio.timeout(scaled(60.0)):
             with pytest.raises(NoRendezvousPort, match=bind.rpartition(":")[2]):
                 await group.form()
-        assert far == [1] and len(other.ordered["stand_by"]) == 1 and not group.generation
+        assert len(other.ordered["stand_by"]) == 1 and not group.generation
     await core.leave()
     await elsewhere.leave()
     await state.close()
@@ -387,13 +395,48 @@ async def test_error_of_rank_0_ends_the_group_and_a_job_error_does_not(gang: Gan
     assert not gang.has_group
 
 
-async def test_all_ranks_receive_a_hybrids_gradient(gang: Gang) -> None:
-    gradient = np.arange(gang.compute.parameter_count, dtype=np.float32)
-    await gang.compute.add_gradient(0, gradient)
+async def test_each_rank_fetches_its_rows_of_a_hybrids_gradient(gang: Gang) -> None:
+    gradient = gang.make_gradient()
+    await gang.compute.begin_step()
+    await gang.send_gradient(0, gradient)
     norm = await gang.compute.apply_gradient(1, 1.0, 1.0)
-    assert norm == pytest.approx(float(np.linalg.norm(gradient.astype(np.float64))))
-    assert gang.other.given[0].tobytes() == gradient.tobytes()
-    assert not [path for path in (gang.directory / "lent").rglob("*") if path.is_file()]
+    assert norm == pytest.approx(float(gradient.double().norm()))
+    [fetch], [use] = gang.other.ordered["fetch_gradient"], gang.other.ordered["add_gradient"]
+    # The process group of this test has rank 0 alone, which owns all rows.
+    assert (fetch.hybrid, fetch.element_count, fetch.chunks) == ("hybrid/g1", 0, [])
+    assert (use.transfer_id, use.block) == (fetch.transfer_id, 0)
+
+
+async def test_gradient_that_a_rank_cannot_fetch_is_added_by_none(gang: Gang) -> None:
+    gradient = gang.make_gradient()
+    gang.other.answers["fetch_gradient"] = RankFault("peer_lost", "hybrid/g1 has exited")
+    with pytest.raises(PeerLost, match="has exited"):
+        await gang.send_gradient(0, gradient)
+    await gang.outbox.clear()
+    gang.other.answers["fetch_gradient"] = RankFault()
+    chunks = [["0" * 64], []]
+    with pytest.raises(NotFound):
+        await gang.compute.add_gradient(0, make_hybrid_name(HYBRID), chunks)
+    assert [order.block for order in gang.other.ordered["add_gradient"]] == [-1, -1]
+    assert gang.has_group
+    with pytest.raises(BadMessage, match="rows of 1 ranks for 2"):
+        await gang.compute.add_gradient(0, make_hybrid_name(HYBRID), [[]])
+    await gang.send_gradient(0, gradient)
+    norm = await gang.compute.apply_gradient(1, 1.0, 1.0)
+    assert norm == pytest.approx(float(gradient.double().norm()))
+
+
+async def test_gradient_of_an_earlier_step_is_not_added(gang: Gang) -> None:
+    await gang.compute.begin_step()
+    chunks = await gang.outbox.put(gang.make_gradient(), gang.compute.list_owned_ranges())
+    async with gang.compute.runner.gradient_lock:
+        late = asyncio.create_task(gang.compute.add_gradient(0, make_hybrid_name(HYBRID), chunks))
+        while not gang.other.ordered["fetch_gradient"]:
+            await asyncio.sleep(0.001)
+        await gang.compute.begin_step()
+    with pytest.raises(Refused, match="has ended"):
+        await late
+    assert not gang.other.ordered["add_gradient"]
 
 
 async def test_changed_settings_apply_to_all_ranks_until_the_gang_reforms(gang: Gang) -> None:
@@ -405,18 +448,18 @@ async def test_changed_settings_apply_to_all_ranks_until_the_gang_reforms(gang: 
 
 
 @pytest.mark.parametrize(
-    ("raised", "error_info"),
-    [(Fenced("another generation"), RankLost), (TypeError("no rows"), RemoteFailure)],
+    ("order", "raised", "error_info"),
+    [
+        ("fetch_gradient", Fenced("another generation"), RankLost),
+        ("add_gradient", TypeError("no rows"), RemoteFailure),
+    ],
 )
-async def test_unreadable_gradient_ends_the_group_with_an_error(
-    gang: Gang, raised: Exception, error_info: type[MeshError]
+async def test_failure_of_a_rank_with_a_gradient_ends_the_group(
+    gang: Gang, order: str, raised: Exception, error_info: type[MeshError]
 ) -> None:
-    gang.other.raises["add_gradient"] = raised
-    size = gang.compute.parameter_count
-    for index in (0, 1):  # the failure of one cancels the other
-        await gang.compute.add_gradient(index, np.ones(size, np.float32))
+    gang.other.raises[order] = raised
     with pytest.raises(error_info, match=str(raised)):
-        await gang.compute.apply_gradient(2, 1.0, 1.0)
+        await gang.send_gradient(0, gang.make_gradient())
     assert not gang.has_group
     gang.other.raises.clear()
     await gang.compute.form_group()
@@ -439,12 +482,9 @@ class SlowRank(FirstRank):
 
 
 async def test_slow_weight_reading_does_not_disband_a_formed_group(gang: Gang) -> None:
-    async def prepare(_: Set[int]) -> None:
-        pass
-
     losses: list[str] = []
     rank, form_timeout_s = SlowRank(), scaled(0.3)
-    about = gang.mesh, JOB, rank, gang.directory, scaled(20.0), prepare, lambda: losses.append("")
+    about = gang.mesh, JOB, rank, gang.directory, scaled(20.0), lambda: losses.append("")
     group = RankGroup(*about, form_timeout_s=form_timeout_s)
     forming = asyncio.create_task(group.form())
     try:
@@ -489,15 +529,15 @@ ABOUT = {"tier": "memory", "job": JOB, "lineage": 0, "version": 1, "ranks": 2}
 
 async def test_all_ranks_sleep_and_wake_unchanged(gang: Gang) -> None:
     process_memory = ProcessMemory()
-    gradient = np.arange(gang.compute.parameter_count, dtype=np.float32)
-    await gang.compute.add_gradient(0, gradient)
+    gradient = gang.make_gradient()
+    await gang.send_gradient(0, gradient)
     await gang.compute.sleep(lambda: dict(ABOUT), process_memory.keep)
     assert first_rank_bytes(gang) == gang.compute.size_bytes == 0
     await gang.compute.move("disk")
     await gang.compute.wake(process_memory.take)
     assert gang.other.list_sleep_actions == ["keep", "release", "move", "take", "forget"]
     norm = await gang.compute.apply_gradient(1, 1.0, 1.0)  # with the gradient from before
-    assert norm == pytest.approx(float(np.linalg.norm(gradient.astype(np.float64))))
+    assert norm == pytest.approx(float(gradient.double().norm()))
 
 
 async def test_no_rank_sleeps_if_another_lacks_space(gang: Gang) -> None:
