@@ -51,6 +51,9 @@ class Accelerator:
         return self.memory_bytes_per_s * self.read_share
 
 
+BULK_BYTES_PER_S = 1e9  # of one connection of a bulk port, with the digests of its bytes
+
+
 @cache
 def load_accelerators() -> Mapping[str, Accelerator]:
     """Return the declared kinds, by name."""
@@ -68,3 +71,13 @@ def match_kind(name: str) -> str:
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
     return next((kind for kind in load_accelerators() if kind.lower() in words), "")
+
+
+def predict_gradient_transfer_s(size_bytes: float, kind: str) -> float:
+    """Predict the seconds in which a hybrid on an accelerator sends a gradient to another host.
+
+    An unknown kind counts as one whose network is faster than the bulk port.
+    """
+    on = load_accelerators().get(match_kind(kind))
+    network_bytes_per_s = BULK_BYTES_PER_S if on is None else on.network_bytes_per_s
+    return size_bytes / min(BULK_BYTES_PER_S, network_bytes_per_s)

@@ -108,7 +108,7 @@ def transfer(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
 async def measure_sent(task: Task, out: Path, steps: int, *changes: str) -> float:
     last = WARM_STEPS + steps
     job = task.job_file(out, steps=last + 1, staleness=0, workers=3)
-    helped = "planner.training=2", "pool.worker_lost_s=120", STAY
+    helped = "planner.training=2", STAY
     async with started(job, out, *SETTINGS, *helped, *changes) as (state, _):
         async with asyncio.timeout(DEADLINE_S):
             await committed(state, last)

@@ -112,6 +112,8 @@ def format_predictions(memory: PlannerMemory) -> list[str]:
             error = explanation.get("median_error")
             off = f", moves were predicted {error:.0%} off" if error is not None else ""
             found.append(f"{job}: {stages}; {step}{off}; {explanation['verdict']}")
+        if cost := explanation.get("hybrid_cost"):
+            found.append(f"{job}: {cost}")
         if trained := explanation.get("training"):
             found.append(
                 f"{job}: a step's gradients on one {trained['kind']}: "

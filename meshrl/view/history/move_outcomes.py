@@ -78,4 +78,5 @@ def describe_prediction(prediction: JobPrediction) -> list[str]:
         found.append(
             f"the error of predicted moves is {100 * prediction.median_error:.0f} % (median)"
         )
-    return found + [text for text in (prediction.verdict, prediction.expert_split_reason) if text]
+    sentences = prediction.verdict, prediction.hybrid_cost, prediction.expert_split_reason
+    return found + [text for text in sentences if text]

@@ -35,6 +35,7 @@ from meshrl.services.planner.costs.correction import Correction
 from meshrl.services.planner.forecast.prediction import measure_demand, measure_rates, predict_step
 from meshrl.services.planner.forecast.step_quantities import WorkerSplit
 from meshrl.services.planner.forecast.work_account import StepTotals, WorkWindow, build_window
+from meshrl.services.planner.policies.hybrid_transfers import describe_hybrid_transfer
 from meshrl.services.planner.policies.role_moves import move_worker
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement, JobInstances
@@ -127,6 +128,8 @@ def balance_job(
     state = replace(state, account=account)
     state = state.record_totals(mark, split, terms.max_staleness, config.window_steps)
     state = record_measurements(draft, job, known, state, correction)
+    if cost := describe_hybrid_transfer(job):
+        state = replace(state, explanation=dict(state.explanation) | {"hybrid_cost": cost})
     if not config.moves or state.desired_shape is not None:
         return state
     if state.trial is not None:

@@ -200,7 +200,13 @@ def explain_move_rejection(
 def build_step_terms(job: PlannedJob) -> StepTerms:
     """Return the terms of a step from the job file."""
     return StepTerms(
-        job.groups_per_step, job.group_size, job.max_staleness, job.slots, job.bin_tokens
+        job.groups_per_step,
+        job.group_size,
+        job.max_staleness,
+        job.slots,
+        job.bin_tokens,
+        job.requirements.ranks,
+        job.gradient_transfer_s,
     )
 
 

@@ -40,6 +40,7 @@ from meshrl.services.planner.forecast.work_account import StepTotals
 from meshrl.services.planner.layouts.layout_nodes import MAX_BLOCK, LayoutNode
 from meshrl.services.planner.layouts.range_costs import GangServer, RangeCosts
 from meshrl.services.planner.policies.engine_placement import reshape_engines
+from meshrl.services.planner.policies.hybrid_transfers import can_add_hybrids
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement, JobInstances
 
@@ -294,7 +295,7 @@ def _build_reshape_options(
         len(helpers),
         tuple((_get_accelerator_kind(draft, one), len(one.workers)) for one in pinned),
         len(instances.hybrids) - len(helpers),
-        job.requirements.allows_hybrids,
+        can_add_hybrids(job),
         job.requirements.smallest_engine,
         job.config.min_rollout,
     )

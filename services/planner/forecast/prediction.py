@@ -20,7 +20,7 @@ from meshrl.services.planner.forecast.step_quantities import (
     StepRates,
     StepTerms,
     WorkerSplit,
-    compute_gradient_share,
+    predict_gradients_s,
 )
 from meshrl.services.planner.forecast.step_simulation import simulate_step_s
 from meshrl.services.planner.forecast.work_account import WorkWindow
@@ -90,7 +90,7 @@ def measure_rates(
         gradient_s=alone_s,
         fixed_s=max(
             0.0,
-            busy_s - alone_s * compute_gradient_share(split.trainers, demand.trained_tokens, terms),
+            busy_s - predict_gradients_s(alone_s, split.trainers, demand.trained_tokens, terms),
         ),
         core_share=core_share,
     )
@@ -107,7 +107,7 @@ def predict_step(
             demand, replace(rates, gradient_s=0.0, fixed_s=0.0), split, terms
         ),
         train_s=rates.fixed_s
-        + rates.gradient_s * compute_gradient_share(split.trainers, demand.trained_tokens, terms),
+        + predict_gradients_s(rates.gradient_s, split.trainers, demand.trained_tokens, terms),
         host_s=_predict_host_s(rates, step_s),
         step_s=predict_step_s(demand, rates, split, terms, step_s),
     )

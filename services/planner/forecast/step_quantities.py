@@ -17,6 +17,8 @@ class StepTerms:
     max_staleness: int
     engine_slots: int  # per engine
     bin_tokens: int  # per bin, computed by one worker; 0: gradients are divided freely
+    core_workers: int = 1  # ranks of the core; the other training workers are hybrids
+    transfer_s: float = 0.0  # seconds in which a hybrid sends its gradient of a step to the core
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,21 @@ class WorkerSplit:
     def description(self) -> str:
         """Engines of the split, for display."""
         return f"rollout of {','.join(map(str, self.degrees))}"
+
+
+def predict_gradients_s(gradient_s: float, trainers: int, tokens: float, terms: StepTerms) -> float:
+    """Predict the seconds of a step's gradients on `trainers` workers.
+
+    `gradient_s` are those on one worker. The core computes while hybrids send their gradients: n
+    ranks and h hybrids share the work and h transfers. Hybrids do not help if the core alone takes
+    less time than a transfer.
+    """
+    hybrids = max(0, trainers - terms.core_workers)
+    together_s = gradient_s * compute_gradient_share(trainers, tokens, terms)
+    if not hybrids or not terms.transfer_s:
+        return together_s
+    alone_s = gradient_s * compute_gradient_share(terms.core_workers, tokens, terms)
+    return min(alone_s, together_s + hybrids * terms.transfer_s / trainers)
 
 
 def compute_gradient_share(trainers: int, tokens: float, terms: StepTerms) -> float:

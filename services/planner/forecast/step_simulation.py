@@ -25,7 +25,7 @@ from meshrl.services.planner.forecast.step_quantities import (
     StepRates,
     StepTerms,
     WorkerSplit,
-    compute_gradient_share,
+    predict_gradients_s,
 )
 
 MAX_TRAJECTORIES = 800  # maximum number of simulated trajectories, and
@@ -154,10 +154,12 @@ class _StepSimulation:
         members = self._groups_per_step * self._terms.group_size
         drawn = self._drawn_groups
         more = sum(drawn[group % len(drawn)][1] for group in step_groups) / members
-        part = compute_gradient_share(
-            self._split.trainers, more * self._demand.trained_tokens, self._terms
+        return self._rates.fixed_s + predict_gradients_s(
+            more * self._rates.gradient_s,
+            self._split.trainers,
+            more * self._demand.trained_tokens,
+            self._terms,
         )
-        return self._rates.fixed_s + more * self._rates.gradient_s * part
 
     def _compute_token_rate(self, active: int) -> float:
         known = self._token_rates.get(active)

@@ -14,6 +14,7 @@ from meshrl.common.state.pool.scheduling.feasibility import estimate_accelerator
 from meshrl.common.state.pool.workers.rows import Role, Tier
 from meshrl.services.planner.policies import engine_placement
 from meshrl.services.planner.policies.core_placement import place_core
+from meshrl.services.planner.policies.hybrid_transfers import can_add_hybrids
 from meshrl.services.planner.policies.worker_gathering import can_host_hybrid
 from meshrl.services.planner.pool.draft import PoolDraft
 
@@ -70,9 +71,7 @@ def grow_job(draft: PoolDraft, job: PlannedJob, share: int) -> None:
         return
     _replace_disallowed_engines(draft, job, share)
     why = _make_rationale("default", job, share)
-    missing_hybrids = (
-        job.config.training - 1 - len(team.hybrids) if job.requirements.allows_hybrids else 0
-    )
+    missing_hybrids = job.config.training - 1 - len(team.hybrids) if can_add_hybrids(job) else 0
     if (
         _add_hybrids(
             draft,
@@ -93,7 +92,7 @@ def _add_hybrids(draft: PoolDraft, job: PlannedJob, max_hybrids: int, rationale:
     """Place at most `max_hybrids` hybrids on idle workers. Return their number, or `max_hybrids` if
     it is not positive.
     """
-    if not job.requirements.allows_hybrids or max_hybrids <= 0:
+    if not can_add_hybrids(job) or max_hybrids <= 0:
         return max_hybrids
     for found in range(max_hybrids):
         worker = draft.find_free_worker(lambda w: can_host_hybrid(draft, job.requirements, w))

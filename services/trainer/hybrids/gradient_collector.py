@@ -27,7 +27,7 @@ POLL_S = 5.0  # between two checks of the core while it waits for rounds
 
 
 MEAN_WEIGHT = 0.2  # a new measurement's share in a moving average
-MIN_TRANSFER_BYTES_PER_S = 100e6  # of a hybrid, before a transfer was measured
+MIN_TRANSFER_BYTES_PER_S = 200e6  # of a hybrid, before a transfer was measured
 TRANSFER_TIMEOUT_FACTOR = 5.0  # a transfer may take this many times as long as an average one
 
 
@@ -163,8 +163,9 @@ class GradientCollector:
         # A hybrid computes in sequence what ranks compute in parallel.
         patience_s = ROUND_TIMEOUT_FACTOR * self._compute.division.bins_per_round * self._round_s
         patience_s = min(max(MIN_ROUND_TIMEOUT_S, patience_s), self._bin_deadline_s)
-        unmeasured_s = 4 * self._compute.parameter_count / MIN_TRANSFER_BYTES_PER_S
-        return patience_s + TRANSFER_TIMEOUT_FACTOR * (self.transfer_s or unmeasured_s)
+        if not self.transfer_s:
+            return patience_s + 4 * self._compute.parameter_count / MIN_TRANSFER_BYTES_PER_S
+        return patience_s + TRANSFER_TIMEOUT_FACTOR * self.transfer_s
 
     def _release_rounds(self, instance: str) -> None:
         if self._update is not None and self._update.board.release_blocks(instance):

@@ -99,7 +99,7 @@ class SimJob:
             if instance.core:
                 self._core = instance.id
             replicas = self.spec.training_speed.count_replicas(len(instance.ranks), instance.core)
-            self.training.add_replicas(instance.id, replicas)
+            self.training.add_replicas(instance.id, replicas, instance.core)
         self._record_shares()
         if not self._is_fill_scheduled:  # after all events of this time
             self._is_fill_scheduled = True
@@ -228,6 +228,7 @@ class SimJob:
             emulated_training=spec.emulated_training,
             model_key=spec.name,
             model_shape=spec.shape,
+            gradient_transfer_s=spec.training_speed.predict_transfer_s(),
         )
 
     def _collect_measurements(self) -> Measurements:

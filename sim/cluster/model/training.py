@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Protocol
 
-from meshrl.common.hardware.accelerators import Accelerator
+from meshrl.common.hardware.accelerators import Accelerator, predict_gradient_transfer_s
 from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.job.emulation import EmulatedTrainingSpeed
 from meshrl.common.state.pool.demand.measurements import MeasuredWork
@@ -40,6 +40,10 @@ class TrainingSpeed(Protocol):
         """Predict the seconds of a step's undivided part."""
         ...
 
+    def predict_transfer_s(self) -> float:
+        """Predict the seconds in which a hybrid sends its gradient of a step to the core."""
+        ...
+
     def predict_gradient_s(self, trajectory_tokens: Sequence[float]) -> Sequence[float]:
         """Predict the seconds of the gradients of a group's trajectories, given their tokens. Each
         result is a piece that one replica computes.
@@ -63,6 +67,10 @@ class ModelTraining:
     def predict_update_s(self) -> float:
         """Predict the seconds of a step without tokens: exchange of gradients, and update."""
         return self._empty_s
+
+    def predict_transfer_s(self) -> float:
+        """Predict the transfer of a gradient in float32 by the declared network."""
+        return predict_gradient_transfer_s(4 * self.shape.parameters, self.accelerator.kind)
 
     def predict_gradient_s(self, trajectory_tokens: Sequence[float]) -> Sequence[float]:
         """Predict the seconds of each trajectory as one of many in its pipeline, with its part of
@@ -109,6 +117,10 @@ class EmulatedTraining:
 
     def predict_update_s(self) -> float:
         return self.emulated_speed.update_s
+
+    def predict_transfer_s(self) -> float:
+        """Return 0, as emulated models are small."""
+        return 0.0
 
     def predict_gradient_s(self, trajectory_tokens: Sequence[float]) -> Sequence[float]:
         return [
@@ -172,7 +184,8 @@ class SimTraining:
         self._ready_groups: dict[int, SimGroup] = {}
         self._since_s = event_queue.now_s  # start of its training, or of its wait
         self._free_s: dict[tuple[str, int], float] = {}  # end of each replica's work,
-        self._computed_s = 0.0  # and of all work,
+        self._hybrids: set[str] = set()
+        self._computed_s = 0.0  # and of all work with its transfers,
         self._leased_groups: list[SimGroup] = []  # on the groups of the step so far;
         self._is_step_complete = False  # no more groups
         self._step = 0  # current step, including restarted ones
@@ -219,8 +232,10 @@ class SimTraining:
         self.lease_groups()
         return True
 
-    def add_replicas(self, instance_id: str, replicas: int) -> None:
+    def add_replicas(self, instance_id: str, replicas: int, is_core: bool = True) -> None:
         """Add replicas of the model, which compute gradients from now on."""
+        if not is_core:
+            self._hybrids.add(instance_id)
         for number in range(replicas):
             self._free_s[instance_id, number] = self._event_queue.now_s
         self.lease_groups()
@@ -263,11 +278,17 @@ class SimTraining:
 
     def _compute_gradient(self, group: SimGroup, from_s: float) -> None:
         for piece_s in self._training_speed.predict_gradient_s(group.member_tokens):
-            first = min(self._free_s, key=lambda one: self._free_s[one])
+            first = min(self._free_s, key=lambda one: self._free_s[one] + self._transfer_s(one))
             self._free_s[first] = max(from_s, self._free_s[first]) + piece_s
-            self._computed_s = max(self._computed_s, self._free_s[first])
+            arrives_s = self._free_s[first] + self._transfer_s(first)
+            self._computed_s = max(self._computed_s, arrives_s)
             self._work += MeasuredWork(work_s=piece_s)
         self._work += MeasuredWork(tokens=sum(group.member_tokens))
+
+    def _transfer_s(self, replica: tuple[str, int]) -> float:
+        """Return the seconds from the end of a replica's work until the core has its gradient."""
+        is_hybrid = replica[0] in self._hybrids
+        return self._training_speed.predict_transfer_s() if is_hybrid else 0.0
 
     @property
     def work(self) -> MeasuredWork:

@@ -393,7 +393,8 @@ class VectorRank(_VectorState, Rank):
 
     def list_owned_ranges(self, rank: int) -> NDArray[np.int64]:
         own = slice_rank(torch.arange(self.parameter_count), rank, self.ranks).numpy()
-        return np.stack([own, own + 1], axis=1)
+        runs = np.split(own, np.flatnonzero(np.diff(own) != 1) + 1)
+        return np.array([(run[0], run[-1] + 1) for run in runs if len(run)]).reshape(-1, 2)
 
     def make_gradient_adder(self) -> Callable[[int, NDArray[np.float32]], None]:
         gradients = self._gradients

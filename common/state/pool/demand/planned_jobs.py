@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshrl.common.api.stats import CoreStats
+from meshrl.common.hardware.accelerators import predict_gradient_transfer_s
 from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.job.config import PlannerConfig
 from meshrl.common.state.jobs import Phase
@@ -51,10 +52,12 @@ def build_planned_job(
 
     `kinds_by_gang`: accelerator kind of the workers of each gang.
     """
+    kinds = kinds_by_gang or {}
     # The core's published types count too: a version, or the base of its adapters, may have other
     # types than the document requests.
-    need, trainers = derive_requirements(document), (p for p in processes if p.kind == "trainer")
-    there = {name for process in trainers for name in CoreStats.decode(process.stats).published}
+    need = derive_requirements(document)
+    cores = [CoreStats.decode(p.stats) for p in processes if p.kind == "trainer"]
+    there = {name for core in cores for name in core.published}
     if explain_no_hybrids(there, document["training"]["dtype"]):
         need = replace(need, allows_hybrids=False)
     bundle, rollout = document.get("bundle", {}), document["rollout"]
@@ -71,6 +74,8 @@ def build_planned_job(
         slots=rollout["slots"],
         bin_tokens=document["training"]["bin_tokens"],
         activation_checkpointing=document["training"].get("activation_checkpointing", False),
+        gradient_transfer_s=max((core.gradient_transfer_s for core in cores), default=0.0)
+        or predict_gradient_transfer_s(need.gradient_bytes, _find_core_kind(processes, kinds)),
         total_steps=document["budget"]["steps"],
         rejected_trajectories=row["stale_requeued"],
         submitted_ms=row["submitted_ms"],
@@ -82,12 +87,18 @@ def build_planned_job(
             for process in processes
             if process.kind in PROGRESS_STATS and process.stats.get("instance")
         },
-        measurements=collect_measurements(processes, kinds_by_gang or {}),
+        measurements=collect_measurements(processes, kinds),
         emulated_engine=rollout.get("emulate", ""),
         emulated_training=document["training"].get("emulate", ""),
         model_key=" ".join(filter(None, model)),
         model_shape=ModelShape(**shape) if shape else None,
     )
+
+
+def _find_core_kind(processes: Sequence[ProcessStats], kinds_by_gang: Mapping[str, str]) -> str:
+    """Return the accelerator kind of a job's core; empty if there is no core."""
+    gangs = (p.stats.get("gang", "") for p in processes if p.kind == "trainer")
+    return next((kinds_by_gang[gang] for gang in gangs if gang in kinds_by_gang), "")
 
 
 def collect_measurements(

@@ -45,6 +45,7 @@ class JobRequirements:
     share: float = 1.0  # weight among jobs of the same priority
     memory: RoleMemory = field(default_factory=RoleMemory)  # minimum of its instances
     allows_hybrids: bool = True  # True if hybrids can compute gradients for its core
+    gradient_bytes: int = 0  # that a hybrid sends in a step; 0: few, or unknown
     # ascending: possible numbers of workers of an engine, on one host
     tensor_parallel: tuple[int, ...] = (1,)
 
@@ -86,6 +87,7 @@ class PlannedJob:
     model_shape: ModelShape | None = None  # of that model; None: unknown
     instance_progress: dict[str, int] = field(default_factory=dict)  # work of each instance so far
     activation_checkpointing: bool = False  # True if training recomputes activations
+    gradient_transfer_s: float = 0.0  # seconds in which a hybrid sends its gradient of a step
 
 
 def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
@@ -113,6 +115,7 @@ def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
         # Not where ranks emulate a speed of their own.
         allows_hybrids=parse_emulation_scale(training.get("emulate", "")) is None
         and not explain_no_hybrids([rollout["dtype"]], training["dtype"]),
+        gradient_bytes=_count_gradient_bytes(document),
         tensor_parallel=degrees,
     )
 
@@ -125,6 +128,13 @@ def shares_core_worker(config: JobConfig) -> bool:
     requirements = derive_requirements(config.to_document())
     others = requirements.ranks + config.planner.training - 1 + requirements.needs_scoring
     return requirements.needs_rollout and config.mesh.workers <= others
+
+
+def _count_gradient_bytes(document: Mapping[str, Any]) -> int:
+    """Return the bytes of a hybrid's gradient; 0 with adapters, whose gradients are small."""
+    parameters = int(document.get("bundle", {}).get("parameters", 0))
+    narrow = document["training"].get("gradient_dtype", "float32") != "float32"
+    return 0 if document["lora"]["rank"] else parameters * (2 if narrow else 4)
 
 
 def _samples_trajectories(document: Mapping[str, Any]) -> bool:

@@ -190,6 +190,11 @@ def test_job_of_many_engines_has_several_shards() -> None:
 class Costs:
     """Cost model of one token a second and half a second an update."""
 
+    transfer_s = 0.0  # of a hybrid
+
+    def predict_transfer_s(self) -> float:
+        return self.transfer_s
+
     def count_replicas(self, workers: int, is_core: bool) -> int:
         return workers
 
@@ -230,6 +235,21 @@ def test_micro_batches_go_to_the_first_free_replica() -> None:
         job.end_trajectory(group.number, 0, 4.0)
     agenda.run(100.0, lambda: False)
     assert job.step_ends_s == [4.5]
+
+
+@pytest.mark.parametrize(("transfer_s", "ends_s"), [(1.0, 5.5), (3.5, 8.0), (20.0, 8.5)])
+def test_step_waits_for_the_transfer_of_a_hybrid_that_helps(
+    transfer_s: float, ends_s: float
+) -> None:
+    agenda = EventQueue()
+    job = training(agenda)
+    job._training_speed.transfer_s = transfer_s  # type: ignore[attr-defined]
+    job.add_replicas("core", 1)
+    job.add_replicas("hybrid", 1, is_core=False)
+    for group in job.admit_groups(2):
+        job.end_trajectory(group.number, 0, 4.0)
+    agenda.run(100.0, lambda: False)
+    assert job.step_ends_s == [ends_s]
 
 
 def test_gate_admits_only_groups_that_train_in_time() -> None:
