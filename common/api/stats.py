@@ -97,6 +97,7 @@ class EngineStats(PauseStats):
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
     cache_bytes_per_token: int = 0  # 0: it cannot take over caches
     start_s: float = 0.0  # from its start to its first weights
+    starting: str | None = None  # what it waits for before it is ready
     throughput: dict[str, float] = field(default_factory=dict)  # tokens/s by BATCHxCONTEXT
     context: float = 0.0  # mean tokens of a request
     running_s: float = 0.0  # summed over requests

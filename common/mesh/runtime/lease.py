@@ -69,7 +69,8 @@ class Lease:
     async def acquire(self, entry: registry.RegistryEntry) -> int:
         """Acquire the name and return the fencing token.
 
-        Waits for a predecessor's lease to expire, for at most two lease lengths.
+        Waits for a predecessor's lease to expire, for at most two lease lengths. While the lease is
+        held, only the entry is replaced.
         """
         self._loop = asyncio.get_running_loop()
         self.entry = entry
@@ -83,6 +84,8 @@ class Lease:
                 if self._clock.monotonic() > until:
                     raise
                 await self._clock.sleep(RETRY_S)
+        if self._is_held:
+            return self.token
         self._is_held, self._renewed_at = True, self._clock.monotonic()
         self._ticker = asyncio.create_task(self._tick(), name="watchdog")
         self._renewal = self._host.run_periodically(

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from meshrl.common.api.calls.call_permissions import CALL_PERMISSIONS, ROLES
-from meshrl.common.api.calls.interface import Method
+from meshrl.common.api.calls.interface import Interface, Method
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.encoding.messages import Frame
 from meshrl.common.base.errors import BadMessage, ConfigError, MeshError, NotAllowed
@@ -232,6 +232,26 @@ class Mesh:
             self._server.start()
             self.transport.start(self._deliver, self._on_peer_lost, self._server.cancel_peer)
             self._housekeeping = asyncio.create_task(self._run_housekeeping(), name="housekeeping")
+
+    async def announce(
+        self, interface: type[Interface], stats: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Acquire the name before `join`, so that the stats of a long start are published.
+
+        Requests wait until `join`. After any error the mesh is closed.
+
+        Args:
+            interface: Interface of the actor that will join.
+            stats: As for `join`; the process is not `ready` by them.
+        """
+        try:
+            self._server.allow_methods(interface.methods.values())
+            self._stats = stats
+            self.start()
+            await self._lease.acquire(self._make_entry(""))
+        except BaseException as error:
+            await self._close(error)
+            raise
 
     async def join(
         self,

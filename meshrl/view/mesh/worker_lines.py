@@ -112,6 +112,8 @@ def _describe_activity(
     instance_stats = stats.get(role_process_name(instance))
     if not instance_stats:
         return ""
+    if starting := instance_stats.get("starting"):
+        return str(starting)
     version = instance_stats.get("version", -1)
     version_text = "no version yet" if version < 0 else f"version {version}"
     return f"{instance_stats.get('running', 0)} running, {version_text}"

@@ -5,13 +5,13 @@ under credits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from meshrl.common.api.calls.call_permissions import CallPermissions
-from meshrl.common.api.calls.interface import Call, Cast, Stream
+from meshrl.common.api.calls.interface import Call, Cast, Method, Stream
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.encoding.messages import Frame, decode, encode
 from meshrl.common.base.errors import (
@@ -127,8 +127,12 @@ class RequestServer:
     def set_methods(self, methods: dict[str, BoundMethod]) -> None:
         """Accept requests for these methods from permitted roles; they wait until `open`."""
         self._methods = methods
-        for name, entry in methods.items():
-            self._allowed_roles[name] = (self._callers or {}).get(entry.method.label, NO_ROLES)
+        self.allow_methods(entry.method for entry in methods.values())
+
+    def allow_methods(self, methods: Iterable[Method[Any]]) -> None:
+        """Let permitted roles' requests for these methods wait."""
+        for method in methods:
+            self._allowed_roles[method.name] = (self._callers or {}).get(method.label, NO_ROLES)
 
     def open(self) -> None:
         """Run requests from now on, beginning with those that have waited."""

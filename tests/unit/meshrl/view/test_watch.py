@@ -174,6 +174,17 @@ def test_worker_lines_have_all_instances_of_each_worker() -> None:
     )
 
 
+def test_starting_engine_shows_its_progress() -> None:
+    look = reading(10.0, 0)
+    starting = "SGLang starts: capturing graphs, 9 of 36"
+    look.mesh.entries[-1].stats["starting"] = starting
+    shot = build_snapshot(look, RunHistory())
+    assert [line.activity for line in shot.worker_lines if line.role == Role.ROLLOUT] == [
+        starting,
+        "",
+    ]
+
+
 def test_other_job_is_one_line_and_adds_no_figures() -> None:
     shot = build_snapshot(reading(10.0, 0), RunHistory())
     steps = JobConfig().budget.steps

@@ -44,7 +44,7 @@ OTHER = "another mesh"
 HELLO = encode(Text("hello"))[0]
 SOON_S = 20.0
 
-Guarded = Callable[[str, str, Talker | None], Coroutine[Any, Any, Mesh]]
+Guarded = Callable[..., Coroutine[Any, Any, Mesh]]
 
 
 @pytest.fixture
@@ -59,7 +59,9 @@ async def guarded() -> AsyncIterator[Guarded]:
     )
     meshes: list[Mesh] = []
 
-    async def join_mesh(name: str, role: str, actor: Talker | None = None) -> Mesh:
+    async def join_mesh(
+        name: str, role: str, actor: Talker | None = None, announce: bool = False
+    ) -> Mesh:
         mesh = Mesh(
             name,
             role,
@@ -74,7 +76,10 @@ async def guarded() -> AsyncIterator[Guarded]:
             access=AccessRules(callers=callers),
         )
         meshes.append(mesh)
-        await mesh.join(actor)
+        if announce:
+            await mesh.announce(Talk, lambda: {"starting": "loading"})
+        else:
+            await mesh.join(actor)
         return mesh
 
     yield join_mesh
@@ -270,6 +275,25 @@ async def test_disallowed_request_is_rejected_before_the_actor_starts(
         caller.send("a", "echo", entry.incarnation)
         assert (await caller.answer())[0] == "not_allowed"
     await cancel(joining)
+
+
+async def test_announced_process_publishes_its_progress_and_answers_once_it_joins(
+    guarded: Guarded,
+) -> None:
+    client = await guarded("b", "rollout", None)
+    starting = await guarded("a", "engine", Talker(), announce=True)
+    entry = await registry.lookup(client.state, "a")
+    assert entry is not None and entry.alive and entry.stats["starting"] == "loading"
+    reply = asyncio.create_task(client.ref("a").call(Talk.echo, Text("early")))
+    await until(lambda: starting._server._early_requests)
+    with Caller(entry.address, make_keys("trainer")) as caller:
+        caller.send("a", "echo", entry.incarnation)
+        assert (await caller.answer())[0] == "not_allowed"
+    await starting.join(Talker(), bulk_address="tcp://bulk")
+    assert await reply == Text("early")
+    entry = await registry.lookup(client.state, "a")
+    assert entry is not None and entry.token == starting.token
+    assert entry.bulk == "tcp://bulk" and "starting" not in entry.stats
 
 
 async def test_flooding_requester_does_not_block_others(guarded: Guarded) -> None:
