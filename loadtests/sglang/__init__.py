@@ -1,0 +1,1 @@
+"""SGLang as the engine: events and CPU time per token."""
