@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from meshrl.common.api.engine import Engine
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.generation.builtin.engine_builder import (
     BUILD_TIMEOUT_S,
@@ -23,9 +25,12 @@ from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.services.engine.kv.cache_factory import log_unused_tier
 from meshrl.services.engine.service import FLUSH_S, FLUSH_STEPS
 
+DRIVER_TIMEOUT_S = 30.0  # to list the host's GPUs
+
 if TYPE_CHECKING:
     from meshrl.services.engine.sglang.engine import SGLangEngine
-    from meshrl.services.engine.sglang.server import HierarchicalCache
+    from meshrl.services.engine.sglang.launch_config import HierarchicalCache
+    from meshrl.services.engine.sglang.server import OnProgress
 
 
 async def create_engine(mesh: Mesh, data: JobData, placement: Placement) -> TokenEngine:
@@ -39,7 +44,8 @@ async def create_engine(mesh: Mesh, data: JobData, placement: Placement) -> Toke
     pace = data.config.rollout.emulate
     if data.config.rollout.engine == "sglang":
         degree = 1 if pace else placement.ranks
-        return await _create_sglang_engine(mesh, data, placement.instance, degree)
+        report = await _announce_start(mesh, placement)
+        return await _create_sglang_engine(mesh, data, placement.instance, degree, report)
     if placement.ranks > 1 and not pace:
         raise ConfigError(
             f"the built-in engine uses one worker, and {placement.instance} has {placement.ranks}",
@@ -51,17 +57,42 @@ async def create_engine(mesh: Mesh, data: JobData, placement: Placement) -> Toke
     )
 
 
+async def _announce_start(mesh: Mesh, placement: Placement) -> OnProgress:
+    """Publish the progress of a server's start from now on; return its function to report it.
+
+    The worker waits for a process as long as its published progress changes.
+    """
+    progress: dict[str, Any] = {"ready": False, "starting": "SGLang starts"}
+
+    def report(text: str, numbers: list[float]) -> None:
+        progress.update(starting=f"SGLang starts: {text}", progress=numbers)
+
+    await mesh.announce(Engine, lambda: placement.initial_stats() | progress)
+    return report
+
+
 async def _create_sglang_engine(
-    mesh: Mesh, data: JobData, instance: str, tensor_parallel_size: int
+    mesh: Mesh,
+    data: JobData,
+    instance: str,
+    tensor_parallel_size: int,
+    report: OnProgress,
 ) -> SGLangEngine:
+    from meshrl.services.engine.sglang.devices import VisibleDevices, read_visible_devices
     from meshrl.services.engine.sglang.engine import attach_engine
-    from meshrl.services.engine.sglang.server import AdapterLimits, LaunchConfig, SGLangServer
+    from meshrl.services.engine.sglang.launch_config import AdapterLimits, LaunchConfig
+    from meshrl.services.engine.sglang.server import SGLangServer
 
     limits, lora = data.config.rollout, data.config.lora
     model = load_model_config(data)
     adapters = None
     if lora.rank and lora.engine_mode == "beside":
         adapters = AdapterLimits(lora.rank, tuple(resolve_targets(model, lora.targets)))
+    devices = VisibleDevices()
+    if data.config.mesh.device == "cuda":
+        devices = await mesh.host.run_blocking(
+            read_visible_devices, os.environ, deadline_s=DRIVER_TIMEOUT_S
+        )
     how = LaunchConfig(
         limits.sglang_python or str(locate_python(locate_environment("sglang"))),
         data.local_run_dir / "sglang" / instance,
@@ -71,14 +102,16 @@ async def _create_sglang_engine(
         dtype=limits.dtype,
         device=data.config.mesh.device,
         seed=data.config.seed,
-        exact_switch=limits.kv_on_update == "keep",
         adapter_limits=adapters,
         read_back=limits.verify_weights,
         options=tuple(limits.sglang_options),
         tensor_parallel_size=tensor_parallel_size,
         hierarchical_cache=_choose_hierarchical_cache(mesh, data),
+        devices=devices,
     )
-    server = await SGLangServer.start(mesh.host, mesh.clock, how, model, limits.sglang_weights)
+    server = await SGLangServer.start(
+        mesh.host, mesh.clock, how, model, limits.sglang_weights, on_progress=report
+    )
     return attach_engine(
         server,
         model,
@@ -92,7 +125,7 @@ async def _create_sglang_engine(
 
 def _choose_hierarchical_cache(mesh: Mesh, data: JobData) -> HierarchicalCache | None:
     """Return where SGLang's own hierarchical cache is, or None if there is none."""
-    from meshrl.services.engine.sglang.server import HierarchicalCache
+    from meshrl.services.engine.sglang.launch_config import HierarchicalCache
 
     limits = data.config.rollout
     if not limits.kv_tier_gib and not limits.kv.disk:

@@ -38,6 +38,7 @@ from meshrl.services.engine.sglang.control import HealthWatch, ServerControl
 from meshrl.services.engine.sglang.engine import ServerInfo, SGLangEngine
 from meshrl.services.engine.sglang.http_client import HttpClient
 from meshrl.services.engine.sglang.server_requests import ServerRequests
+from meshrl.services.engine.sglang.sleep import ServerMemory
 from meshrl.services.engine.sglang.transport_choice import PushDevices, choose_server_transport
 from meshrl.services.engine.sglang.weight_push import WeightPush
 from meshrl.services.engine.sglang.weight_transports import DiskTransport, ServerWeightTransport
@@ -69,6 +70,7 @@ class Counterpart:
         self.engine = built_in("eager", slots, max_length)
         self.theirs = dict(state_to_hf(TINY, decoder().state_dict()))
         self.label, self.stands = "0", False
+        self.calls: list[tuple[str, Any]] = []  # path and body of each request, in order
         self._numbers: dict[str, int] = {}  # of requests, by rid
         self._heard: dict[int, asyncio.Queue[RequestOutput]] = {}
         self.loop = asyncio.new_event_loop()
@@ -106,6 +108,8 @@ class Counterpart:
     async def _serve_until_end(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if self.ended and request.transport is not None:
             request.transport.abort()
+        if request.method == "POST":
+            self.calls.append((request.path, await request.json()))
         answer: web.StreamResponse = await handler(request)
         return answer
 
@@ -167,13 +171,17 @@ class Counterpart:
         response = web.StreamResponse()
         await response.prepare(request)
         pairs: list[tuple[float, int, None]] = []
-        finish = FinishReason.RUNNING
+        finish, num_sent = FinishReason.RUNNING, 0
         try:
             while finish == FinishReason.RUNNING:
                 piece = await heard.get()
                 values = zip(piece.logprobs.tolist(), piece.tokens.tolist(), strict=True)
                 pairs += [(logprob, token, None) for logprob, token in values]
                 finish = piece.finish_reason
+                unsent = len(pairs) - num_sent
+                if not finish and num_sent > 0 and unsent < how["stream_interval"]:
+                    continue
+                num_sent = len(pairs)
                 meta = {
                     "completion_tokens": len(pairs),
                     "output_token_logprobs": pairs,
@@ -191,8 +199,9 @@ class Counterpart:
         return {"input_token_logprobs": [(x, 0, None) for x in [0.0, *scored]]}
 
     async def _abort(self, request: web.Request) -> web.Response:
-        rid = (await request.json())["rid"]
-        self.engine.abort([number for name, number in self._numbers.items() if name == rid])
+        body = await request.json()
+        rid, every = body["rid"], body.get("abort_all", False)
+        self.engine.abort([n for name, n in self._numbers.items() if every or name == rid])
         self._drain()
         return web.Response()
 
@@ -323,14 +332,23 @@ def engine(
     clock: Clock | None = None,
     transport: ServerWeightTransport | None = None,
     config: ModelConfig = TINY,
+    stream_interval: int = 0,
+    recompute: bool = False,
+    memory: ServerMemory | None = None,
 ) -> SGLangEngine:
     """Return an SGLang engine with the weights of `decoder()` loaded as version 0."""
     watch = HealthWatch(server.http, server.get_exit_error)
     way = transport or DiskTransport(server.http, directory)
     push = WeightPush(choose_server_transport(PushDevices()), way, clock=clock)
-    control, clock = ServerControl(server.http, watch, push), clock or SystemClock()
-    requests = ServerRequests(server.http, config.token_id_end, slots, max_length, text_of, clock)
-    served = ServerInfo(has_adapters=adapters, read_back=read_back)
+    control = ServerControl(server.http, watch, push, memory=memory)
+    limits = config.token_id_end, slots, max_length, text_of, clock or SystemClock()
+    requests = ServerRequests(server.http, *limits, stream_interval)
+    served = ServerInfo(
+        has_adapters=adapters,
+        read_back=read_back,
+        recompute_on_update=recompute,
+        restarts_for_sleep=memory is not None and memory.forgets_state,
+    )
     made = SGLangEngine(server.http, control, config, requests, served)
     made.wake(decoder(config=config).state_dict(), 0)
     return made

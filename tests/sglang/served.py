@@ -16,7 +16,8 @@ from typing import Any
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.engine.sglang.engine import SGLangEngine, attach_engine
-from meshrl.services.engine.sglang.server import LaunchConfig, SGLangServer
+from meshrl.services.engine.sglang.launch_config import LaunchConfig
+from meshrl.services.engine.sglang.server import SGLangServer
 from tests.load import scaled
 from tests.sglang.interpreter import python
 from tests.unit.common.generation.engines_under_test import TINY, decoder, text_of

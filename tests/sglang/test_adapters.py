@@ -15,7 +15,8 @@ from meshrl.common.model.architecture.projections import resolve_targets
 from meshrl.common.model.files.hf_writer import state_to_hf
 from meshrl.services.engine.sglang import readback, v0_5
 from meshrl.services.engine.sglang.engine import SGLangEngine, attach_engine
-from meshrl.services.engine.sglang.server import AdapterLimits, SGLangServer
+from meshrl.services.engine.sglang.launch_config import AdapterLimits
+from meshrl.services.engine.sglang.server import SGLangServer
 from meshrl.services.engine.sglang.weight_buckets import pickle_inline
 from tests.load import scaled
 from tests.sglang import served

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,9 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, PeerLost, RemoteFailure
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.engine.sglang import v0_5
-from meshrl.services.engine.sglang.server import LaunchConfig, SGLangServer, find_free_port
+from meshrl.services.engine.sglang.launch_config import LaunchConfig
+from meshrl.services.engine.sglang.ports import PortBlock
+from meshrl.services.engine.sglang.server import SGLangServer
 from tests.load import scaled
 from tests.sglang import served
 from tests.sglang.interpreter import REPOSITORY, python
@@ -74,19 +75,13 @@ def test_missing_interpreter_error_names_the_fix(tmp_path: Path) -> None:
         start(launch_config)
 
 
-def test_chosen_port_is_free() -> None:
-    for _ in range(5):
-        with socket.socket() as taker:
-            taker.bind(("127.0.0.1", find_free_port()))
-
-
 def test_foreign_server_at_the_port_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.engine()  # an update does not change the server's identification
     other = served.server()
     port = int(other.http.url.rpartition(":")[2])
-    monkeypatch.setattr("meshrl.services.engine.sglang.server.find_free_port", lambda: port)
+    monkeypatch.setattr(PortBlock, "reserve", lambda: PortBlock(port))
     with pytest.raises(PeerLost, match="another server uses the port"):
         start(LaunchConfig(str(python()), tmp_path, 4, 64))
     other.http.spawn(other._check_server("disk")).result(scaled(20.0))

@@ -308,7 +308,7 @@ def test_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
     engine = attach_engine(breakable_server, TINY, 4, 128, weights=weights, update_floor_s=4.0)
     engine.wake(decoder(0).state_dict(), 0)
     scheduler = scheduler_of(breakable_server.pid)
-    engine._pause_server("retract")
+    engine._pause_server()
     os.kill(scheduler, signal.SIGSTOP)
     try:
         with pytest.raises(Quarantined, match="version 1"):
@@ -332,7 +332,7 @@ def test_server_killed_in_an_update_is_quarantined(breakable_server: SGLangServe
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     wait_for_tokens(engine, 5)
-    engine._pause_server("retract")
+    engine._pause_server()
     os.kill(
         scheduler_of(breakable_server.pid), signal.SIGSTOP
     )  # the update has started and cannot end

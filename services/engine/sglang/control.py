@@ -14,14 +14,13 @@ from meshrl.common.base.errors import MeshError, PeerLost
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.services.engine.sglang import readback, v0_5
 from meshrl.services.engine.sglang.http_client import HttpClient
+from meshrl.services.engine.sglang.sleep import ServerMemory, TaggedMemory
 from meshrl.services.engine.sglang.weight_push import WeightPush
 
 POLL_S = 10.0
 PROBE_TIMEOUT_S = 25.0  # the server itself stops waiting after 20
 MAX_FAILURES = 3
 CONTROL_TIMEOUT_S = 20.0  # for an answer of the scheduler, which finishes its current step first
-
-RETRACT, IN_PLACE = "retract", "in_place"  # drop the caches of running requests, or retain them
 
 
 class HealthWatch:
@@ -44,7 +43,7 @@ class HealthWatch:
         """Start the checks; `get_exit_error` returns the error of an exited server, or None."""
         self._http, self._get_exit_error = http, get_exit_error
         self._poll_s, self._probe_timeout_s = poll_s, probe_timeout_s
-        self.is_paused = False
+        self.is_paused = self.is_suspended = False  # suspended: it has no process for now
         self._failures = 0
         self._was_alive = False
         self._grace_count = 0
@@ -77,13 +76,14 @@ class HealthWatch:
 
     async def _poll(self) -> None:
         graces = self._grace_count
-        if self._was_alive or graces % 2:
+        if self._was_alive or graces % 2 or self.is_suspended:
             self._was_alive = False
             self._failures = 0
             return
         endpoint = v0_5.INFO if self.is_paused else v0_5.HEALTH
         reason = await self._http.probe(endpoint, self._probe_timeout_s)
-        if not reason or self._was_alive or self._grace_count != graces:
+        is_excused = self._was_alive or self.is_suspended or self._grace_count != graces
+        if not reason or is_excused:
             self._failures = 0
             return
         self._failures += 1
@@ -106,64 +106,77 @@ class ServerControl:
         *,
         on_cpu: bool = True,
         dtype: torch.dtype = torch.float32,
+        memory: ServerMemory | None = None,
     ) -> None:
-        """Initialize the control; `dtype` is the type that the server computes in."""
-        self.pause_mode = ""  # requested pause: RETRACT or IN_PLACE; empty: the server runs
-        self._pause_confirmed = False  # the pause is in force, and all earlier tokens have arrived
+        """Initialize the control.
+
+        `dtype` is the type that the server computes in. `memory`: how it sleeps; None: by tags.
+        """
+        self.is_paused = False  # a pause was requested
+        self._pause_confirmed = False  # the server has answered it
         self.memory_released = False  # the server's memory is released
         self.updates = 0
         self._http, self._watch, self.weights = http, watch, weights
         self.mark_alive = watch.mark_alive  # callable from any thread
         self.on_cpu, self._dtype = on_cpu, dtype
+        self._memory = memory or TaggedMemory(http, v0_5.SLEEP_TAGS)
 
     def check_alive(self) -> None:
         if (failed := self._watch.find_failure()) is not None:
             raise failed
 
-    def pause(self, mode: str) -> None:
-        """Pause the server; tokens that it generated before are in transit to this process."""
-        if self._pause_confirmed and self.pause_mode in (mode, RETRACT):
+    def pause(self) -> None:
+        """Pause the server, from which all requests were withdrawn.
+
+        It does not acknowledge a pause, but its scheduler takes calls in order.
+        """
+        if self._pause_confirmed:
             return
-        self._pause_confirmed = False
         # Set before the call: if the answer is lost, the server may be paused all the same.
-        self.pause_mode = mode
-        self._watch.is_paused = True
-        self._post(v0_5.PAUSE, {"mode": mode})
-        # The server does not acknowledge the pause. The scheduler answers these calls in order,
-        # after the pause and the tokens before it, on the path of the tokens.
-        for _ in range(2):
-            self._http.call("GET", v0_5.INFO, deadline_s=CONTROL_TIMEOUT_S)
+        self.is_paused = self._watch.is_paused = True
+        # Of the modes this one processes the results of an overlapped step before it returns.
+        self._post(v0_5.PAUSE, {"mode": "retract"})
         self._pause_confirmed = True
 
     def resume(self) -> None:
-        if self.pause_mode:
+        if self.is_paused:
             self._pause_confirmed = False
             self._post(v0_5.CONTINUE, {"torch_empty_cache": not self.on_cpu})
-            self.pause_mode = ""
-            self._watch.is_paused = False
+            self.is_paused = self._watch.is_paused = False
 
     def release_memory(self) -> None:
-        """Release the server's memory.
+        """Release the memory of a server from which all requests were withdrawn.
 
-        Retract running requests first, because the server would crash with requests in work.
+        With requests in work it would crash.
         """
-        self.pause(RETRACT)
-        self._post(v0_5.RELEASE, {})
+        self.pause()
+        self._watch.is_suspended = self._memory.forgets_state
+        with self._watch.allow_grace():
+            self._memory.release()
         self.memory_released = True
 
-    def resume_memory(self) -> None:
+    def begin_resume_memory(self) -> None:
+        """Begin to restore the memory, without waiting for it."""
         if self.memory_released:
-            self._post(v0_5.RESUME, {})
-            self.memory_released = False
+            self._memory.begin_resume()
 
-    def load_weights(self, hf_weights: Mapping[str, Tensor], version: int) -> float:
-        """Load weights, by Hugging Face names, into a paused server.
+    def resume_memory(self) -> None:
+        """Restore the memory of a paused server, which stays paused."""
+        if not self.memory_released:
+            return
+        with self._watch.allow_grace():
+            self._memory.resume()
+        self.memory_released = self._watch.is_suspended = False
+        if self._memory.forgets_state:
+            self._pause_confirmed = False
+            self.pause()
+
+    def load_weights(self, hf_weights: Mapping[str, Tensor], version: int, flush: bool) -> float:
+        """Load weights, by Hugging Face names, into a paused server; `flush`: drop its cache.
 
         Return the seconds that remain to read them back. After an error the server's weights are
         undefined, and it must not resume before a call has succeeded.
         """
-        # requests that are paused in place still need their cache
-        flush = self.pause_mode == RETRACT
         with self._watch.allow_grace():
             left_s = self.weights.push(hf_weights, version, flush)
         self.updates += 1
@@ -186,7 +199,8 @@ class ServerControl:
         """Restore the server's original state, except for its weights."""
         self._watch.close()
         try:
-            self.resume_memory()
+            if not self._memory.forgets_state:  # a server that has ended stays so
+                self.resume_memory()
             self.resume()
         finally:
             self.weights.close()

@@ -1,8 +1,8 @@
 """Engine whose requests run on an SGLang server.
 
 The server decodes independently of this process; `step` takes the tokens that have arrived.
-Requests beyond the server's slots wait here, so that aborts, pauses and new weights affect only
-running requests.
+Requests beyond the server's slots wait here. Before a pause and before new weights those at the
+server are withdrawn, so that its weights change while it is idle.
 
 The server has its own interpreter, is controlled over HTTP and never patched. Other modules of this
 folder hold its parts: the process (`server`), the connection (`http_client`), the names of SGLang
@@ -38,19 +38,21 @@ from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.adapters import ServerAdapters
 from meshrl.services.engine.sglang.control import (
-    IN_PLACE,
-    RETRACT,
+    CONTROL_TIMEOUT_S,
     HealthWatch,
     ServerControl,
 )
 from meshrl.services.engine.sglang.http_client import HttpClient
+from meshrl.services.engine.sglang.sent_request import Decode
 from meshrl.services.engine.sglang.server import SGLangServer
-from meshrl.services.engine.sglang.server_requests import Decode, ServerRequests
+from meshrl.services.engine.sglang.server_requests import SentWeights, ServerRequests
 from meshrl.services.engine.sglang.server_tensors import ServerTensors
+from meshrl.services.engine.sglang.sleep import RestartedMemory, ServerMemory, TaggedMemory
 from meshrl.services.engine.sglang.weight_push import UPDATE_FLOOR_S, WeightPush
 from meshrl.services.engine.sglang.weight_transports import DiskTransport, create_transport
 
 ARRIVAL_TIMEOUT_S = 0.01  # a step waits this long for tokens
+GATHER_S = 0.005  # between two steps, so that each takes the tokens of many requests
 SCORE_TIMEOUT_S = 60.0
 
 
@@ -65,6 +67,7 @@ class ServerInfo:
     # compare each version with the installed tensors; CorruptData if they differ
     read_back: bool = False
     recompute_on_update: bool = False  # drop caches of earlier weights
+    restarts_for_sleep: bool = False  # its memory is released by ending its process
 
 
 class SGLangEngine(WithoutCacheTransfer):
@@ -81,7 +84,7 @@ class SGLangEngine(WithoutCacheTransfer):
         self.backend, self.tensor_parallel_size = server_info.backend, server_info.ranks
         self.version = NO_VERSION
         self.busy_s = 0.0
-        self.next_step_delay_s = 0.0
+        self.next_step_delay_s = GATHER_S
         self.prefill_tokens_per_s = 0.0  # unknown: prefill and decode overlap
         self.cache_bytes_per_token = 0  # the cache cannot be moved
         self.cache_tokens = 0  # the server chooses the size
@@ -94,6 +97,7 @@ class SGLangEngine(WithoutCacheTransfer):
         ranks = server_info.ranks if server_info.has_adapters else 0
         self._adapters = ServerAdapters(http, config, ranks, on_cpu=control.on_cpu)
         self._is_paused, self._is_asleep = False, True
+        self._computing_since_s: float | None = None  # end of the last step, while requests run
 
     @property
     def num_running(self) -> int:
@@ -101,7 +105,7 @@ class SGLangEngine(WithoutCacheTransfer):
 
     @property
     def num_waiting(self) -> int:
-        return len(self.requests.waiting_requests)
+        return len(self.requests.waiting_requests) + len(self.requests.withdrawn_requests)
 
     @property
     def has_finished(self) -> bool:
@@ -141,7 +145,7 @@ class SGLangEngine(WithoutCacheTransfer):
         self._send_waiting()
 
     def abort(self, ids: Iterable[int]) -> None:
-        self.requests.abort(ids, bool(self._control.pause_mode))
+        self.requests.abort(ids)
 
     def release_sessions(self, sessions: Iterable[int]) -> None:
         """Do nothing, because the server evicts its own cache by least recent use."""
@@ -153,8 +157,10 @@ class SGLangEngine(WithoutCacheTransfer):
         if not self._is_halted:
             # The key includes the update count, because a new lineage numbers other weights
             # equally.
-            cache = f"w:{self.version}.{self._control.updates}"
-            self.requests.send_waiting(cache, self._adapters.loaded, self._control.mark_alive)
+            key = f"w:{self.version}.{self._control.updates}"
+            keeps_caches = not self._server_info.recompute_on_update
+            weights = SentWeights(self.version, key, keeps_caches)
+            self.requests.send_waiting(weights, self._adapters.loaded, self._control.mark_alive)
 
     @property
     def _is_halted(self) -> bool:
@@ -172,46 +178,54 @@ class SGLangEngine(WithoutCacheTransfer):
         if not self.requests.sent_requests:
             self.requests.receive_events(0.0)
             return False
-        began = self.requests.clock.monotonic()
+        began_s = self._computing_since_s or self.requests.clock.monotonic()
         self.requests.receive_events(ARRIVAL_TIMEOUT_S)
         self.requests.retry_aborts()
         self._unload_unused_adapters()
         self._send_waiting()
-        self.busy_s += self.requests.clock.monotonic() - began
-        return bool(self.requests.sent_requests)
+        now_s, is_busy = self.requests.clock.monotonic(), bool(self.requests.sent_requests)
+        self.busy_s += now_s - began_s
+        self._computing_since_s = now_s if is_busy else None
+        return is_busy
 
     # -- pauses and weights ----------------------------------------------------------------------
 
     def pause(self) -> None:
         if not self._is_halted:
-            self._pause_server(RETRACT)
+            self._pause_server()
         self._is_paused = True
 
     def resume(self) -> None:
         self._is_paused = False
+        if self._is_asleep:
+            self._control.begin_resume_memory()  # `wake` follows
         self._resume_server()
 
     def sleep(self) -> None:
-        if not self._is_asleep:
-            self._pause_server(RETRACT)
-            self._is_asleep = True
-            self._control.release_memory()
+        if self._is_asleep:
+            return
+        if self._server_info.has_adapters and self._server_info.restarts_for_sleep:
+            raise Refused(
+                "SGLang would have to restart for a sleep of this model, and lose its adapters",
+                where="engine",
+                fix='Set lora.engine_mode = "merged"',
+            )
+        self._pause_server()
+        self._is_asleep = True
+        self._control.release_memory()
 
     def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Load new weights; running requests continue under them.
 
-        They retain their cache if `kv_on_update` is keep, else it is recomputed. Requests without a
-        token start again, under the new key.
+        They find their keys and values in the server's cache if `kv_on_update` is keep, else these
+        are recomputed. Requests without a token start again, under the new key.
         """
         self._control.check_alive()
         check_shapes(state, self._shapes)
         if self._is_asleep:
             self.version = version
             return
-        # An adapter keeps its version, so its tokens would not show that their cache is of another
-        # base.
-        beside = any(sent.adapter is not None for sent in self.requests.sent_requests.values())
-        self._pause_server(RETRACT if self._server_info.recompute_on_update or beside else IN_PLACE)
+        self._pause_server()
         self._load_weights(state, version)
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
@@ -220,7 +234,7 @@ class SGLangEngine(WithoutCacheTransfer):
             return
         self._control.check_alive()
         check_shapes(state, self._shapes)
-        self._pause_server(RETRACT)
+        self._pause_server()
         self._control.resume_memory()
         self._is_asleep = False
         self._load_weights(state, version)
@@ -246,21 +260,24 @@ class SGLangEngine(WithoutCacheTransfer):
         self._unload_unused_adapters()
 
     def unload_adapter(self, name: str) -> None:
-        sent = [sent.request for sent in self.requests.sent_requests.values()]
+        sent = [sent.request for sent in self.requests.started_requests]
         if any(r.adapter == name for r in [*self.requests.waiting_requests.values(), *sent]):
             raise adapter_in_use_error(name)
         self._adapters.unload(name)
         self._unload_unused_adapters()
 
     def _unload_unused_adapters(self) -> None:
-        sent = self.requests.sent_requests.values()
         self._adapters.unload_unused(
-            one.adapter.server_name for one in sent if one.adapter is not None
+            one.adapter.server_name
+            for one in self.requests.started_requests
+            if one.adapter is not None
         )
 
-    def _pause_server(self, mode: str) -> None:
-        self._control.pause(mode)
-        self.requests.receive_events(0.0)
+    def _pause_server(self) -> None:
+        """Withdraw all requests from the server, and pause it."""
+        self._computing_since_s = None
+        self.requests.withdraw_all(CONTROL_TIMEOUT_S)
+        self._control.pause()
 
     def _resume_server(self) -> None:
         if not self._is_halted:
@@ -268,10 +285,10 @@ class SGLangEngine(WithoutCacheTransfer):
             self._send_waiting()
 
     def _load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        self.requests.requeue_untouched()
         theirs = ServerTensors(self._config, state)
         with quarantine_on_error(version, self.quarantine):
-            left_s, config = self._control.load_weights(theirs, version), self._config
+            flush = self._server_info.recompute_on_update
+            left_s, config = self._control.load_weights(theirs, version, flush), self._config
             if self._server_info.read_back and (
                 odd := self._control.find_differing(config, theirs, left_s)
             ):
@@ -286,10 +303,10 @@ class SGLangEngine(WithoutCacheTransfer):
         again once there is a complete version.
         """
         self.version = NO_VERSION
-        if self._control.pause_mode:
+        if self._control.is_paused:
             return
         try:
-            self._pause_server(RETRACT)
+            self._pause_server()
         except MeshError:
             self.requests.abort_all_locally()
 
@@ -344,12 +361,16 @@ def attach_engine(
         clock=server.clock,
         floor_s=update_floor_s,
     )
+    memory: ServerMemory = RestartedMemory(server)
+    if server.sleep_tags:
+        memory = TaggedMemory(server.http, server.sleep_tags)
     control = ServerControl(
         server.http,
         HealthWatch(server.http, server.get_exit_error),
         push,
         on_cpu=how.device == "cpu",
         dtype=getattr(torch, how.dtype),
+        memory=memory,
     )
     served = ServerInfo(
         backend=f"sglang {server.version}, {how.dtype}, {how.device}",
@@ -358,8 +379,15 @@ def attach_engine(
         has_adapters=how.adapter_limits is not None,
         read_back=how.read_back,
         recompute_on_update=kv_on_update == "recompute",
+        restarts_for_sleep=memory.forgets_state,
     )
     requests = ServerRequests(
-        server.http, config.token_id_end, slots, max_length, decode, server.clock
+        server.http,
+        config.token_id_end,
+        slots,
+        max_length,
+        decode,
+        server.clock,
+        how.stream_interval,
     )
     return SGLangEngine(server.http, control, config, requests, served)

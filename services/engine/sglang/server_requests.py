@@ -1,4 +1,9 @@
-"""Requests in work at the server, and their state in this process."""
+"""Requests in work at the server, and their state in this process.
+
+Before a pause and before new weights all requests are withdrawn from the server: aborted there, and
+kept here with all their tokens. They are sent again as continuations. So each token is of the
+version that its request was sent under, however SGLang batches tokens or overlaps steps.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,8 @@ import contextlib
 import itertools
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -16,9 +20,8 @@ import numpy as np
 
 from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.clock import Clock
-from meshrl.common.base.errors import MeshError
+from meshrl.common.base.errors import DeadlineExceeded, MeshError
 from meshrl.common.generation.builtin.stop_strings import (
-    DECODE_MARGIN_TOKENS,
     StopStringChecker,
 )
 from meshrl.common.generation.engine_contract import (
@@ -29,95 +32,35 @@ from meshrl.common.generation.engine_contract import (
 )
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.adapters import LoadedAdapter
-from meshrl.services.engine.sglang.http_client import HttpClient, PendingResult, ServerEvent
+from meshrl.services.engine.sglang.http_client import (
+    LOG_HINT,
+    HttpClient,
+    PendingResult,
+    ServerEvent,
+)
+from meshrl.services.engine.sglang.sent_request import Decode, SentRequest
+from meshrl.services.engine.sglang.stream_interval import TokenRate, choose_stream_interval
 
 ABORT_TIMEOUT_S = 3.0  # for the last tokens of an aborted request
 ABORT_RETRY_S = 0.3  # an abort that overtakes its request has no effect
 
-Decode = Callable[[Sequence[int]], str]
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class SentRequest:
-    """Request at the server, with its results and those that are not drained yet."""
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """Weights of the server while requests are sent."""
 
-    request: GenerationRequest
-    rid: str
-    max_new_tokens: int  # tokens that it may generate
-    stream: PendingResult[None] | None = None
-    tokens: list[int] = field(default_factory=list)  # all received tokens
-    logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    drained_tokens: int = 0
-    retractions: int = 0  # how often its cache was dropped
-    # after an abort: the request is finished here at this time without an answer
-    abort_deadline_s: float | None = None
-    adapter: LoadedAdapter | None = None  # adapter of the request
-    abort_sent_s: float = 0.0  # when the last abort was sent
-
-    def close_stream(self) -> None:
-        if self.stream is not None:
-            self.stream.cancel()
-
-    def add_chunk(self, chunk: v0_5.StreamChunk) -> None:
-        self.tokens += chunk.tokens
-        self.logprobs += chunk.logprobs
-        self.raw_logprobs += chunk.raw_logprobs
-        version = chunk.version if self.adapter is None else self.adapter.version
-        self.versions += [version] * len(chunk.tokens)
-
-    def correct_versions(self, spans: Sequence[tuple[int, int, int]]) -> int:
-        """Apply the final weight versions of all tokens.
-
-        Return how many tokens were already drained with another version.
-        """
-        wrong = 0
-        if self.adapter is not None:  # spans are versions of the base
-            return 0
-        for version, start, end in spans:
-            for place in range(start, min(end, len(self.versions))):
-                wrong += self.versions[place] != version and place < self.drained_tokens
-                self.versions[place] = version
-        return wrong
-
-    def cut_at_stop_string(self, decode: Decode, new_tokens: int) -> bool:
-        """Drop tokens after the one that completes a stop string; check the last `new_tokens`."""
-        texts = self.request.stop_strings
-        longest = max(len(text.encode()) for text in texts)  # a token has at least one byte
-        window = longest + DECODE_MARGIN_TOKENS
-        begin = self.request.output_start
-        given = self.request.tokens[max(begin, len(self.request.tokens) - window) :].tolist()
-        known = [*given, *self.tokens[-(window + new_tokens) :]] if new_tokens else []
-        for back in range(new_tokens - 1, -1, -1):
-            end = len(known) - back
-            text = decode(known[max(0, end - window) : end])
-            if any(stop in text for stop in texts):
-                for column in (self.tokens, self.logprobs, self.raw_logprobs, self.versions):
-                    del column[len(column) - back :]
-                return True
-        return False
-
-    def take_piece(self, finish: FinishReason = FinishReason.RUNNING) -> RequestOutput | None:
-        """Return the output since the last call; None if it is empty and the request continues."""
-        part = slice(self.drained_tokens, len(self.tokens))
-        if part.start == part.stop and finish == FinishReason.RUNNING:
-            return None
-        self.drained_tokens = len(self.tokens)
-        wants_raw = self.request.wants_raw_logprobs
-        return RequestOutput(
-            self.request.id,
-            np.array(self.tokens[part], np.int32),
-            np.array(self.logprobs[part], np.float32),
-            np.array(self.versions[part], np.int32),
-            finish,
-            np.array(self.raw_logprobs[part], np.float32) if wants_raw else None,
-        )
+    version: int
+    cache_key: str  # name of the keys and values that they compute
+    keeps_caches: bool  # withdrawn requests continue on keys and values of earlier weights
 
 
 class ServerRequests:
-    """Requests of one server: waiting here, at the server (at most `slots`), and finished."""
+    """Requests of one server: waiting here, at the server (at most `slots`), and finished.
+
+    Withdrawn requests were at the server, have tokens, and wait here to continue.
+    """
 
     def __init__(
         self,
@@ -127,21 +70,35 @@ class ServerRequests:
         max_length: int,
         decode: Decode | None,
         clock: Clock,
+        stream_interval: int = 0,
     ) -> None:
-        """Initialize; `ids_end` is the exclusive end of the token ids that may be sampled."""
-        self.steps = self.tokens_generated = self.tokens_computed = self.preempted = 0
+        """Initialize the requests.
+
+        `ids_end` is the exclusive end of the token ids that may be sampled. `stream_interval` is
+        the number of tokens that the server sends together; 0: chosen by the measured rate.
+        """
+        self.tokens_generated = self.tokens_computed = self.preempted = 0
+        self._steps = 0.0
         self.tokens_cached = 0  # tokens that the server found in any tier of its cache
-        self.relabelled_tokens = 0  # tokens that were drained under a wrong version
+        self.num_events = 0  # events of streams
+        self.relabelled_tokens = 0  # tokens for which the server reports another version
         self.waiting_requests: dict[int, GenerationRequest] = {}  # by id, in order
+        self.withdrawn_requests: dict[int, SentRequest] = {}  # by id, in order
         self.sent_requests: dict[str, SentRequest] = {}  # at the server, by rid
         self.stop_checker, self.max_length = StopStringChecker(decode), max_length
         self.ids_end, self.clock = ids_end, clock
         self._http, self._slots, self._decode = http, slots, decode
+        self._stream_interval, self._rate = stream_interval, TokenRate()
         self._events: SimpleQueue[tuple[str, ServerEvent | Exception | None]] = SimpleQueue()
         self._rids: dict[int, str] = {}
         self._finished_pieces: list[RequestOutput] = []  # finished, not drained
         self._rid_prefix = os.urandom(4).hex()
         self._numbers = itertools.count()
+
+    @property
+    def steps(self) -> int:
+        """Estimated steps of the server."""
+        return int(self._steps)
 
     @property
     def has_ended(self) -> bool:
@@ -153,7 +110,8 @@ class ServerRequests:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request, or finish it if it needs no tokens; ignore one that is in work."""
-        if request.id in self.waiting_requests or request.id in self._rids:
+        known = self.waiting_requests, self.withdrawn_requests, self._rids
+        if any(request.id in ids for ids in known):
             return
         if request.max_new_tokens < 1 or len(request.tokens) >= self.max_length:
             self._finish_unsent(request.id, FinishReason.LENGTH)
@@ -162,46 +120,76 @@ class ServerRequests:
         else:
             self.waiting_requests[request.id] = request
 
-    def abort(self, ids: Iterable[int], is_paused: bool) -> None:
-        """Abort requests; a paused server sends no more tokens of them."""
+    def abort(self, ids: Iterable[int]) -> None:
         for request_id in ids:
             if self.waiting_requests.pop(request_id, None):
                 self._finish_unsent(request_id, FinishReason.ABORTED)
+            elif withdrawn := self.withdrawn_requests.pop(request_id, None):
+                self._add_finished_piece(withdrawn, FinishReason.ABORTED)
             elif rid := self._rids.get(request_id):
                 sent = self.sent_requests[rid]
                 sent.abort_deadline_s = self.clock.monotonic() + ABORT_TIMEOUT_S
                 self._send_abort(sent)
-                if is_paused:  # all generated tokens have arrived
-                    self._abort_locally(sent)
+
+    @property
+    def started_requests(self) -> list[SentRequest]:
+        """Requests that were sent and are not finished."""
+        return [*self.withdrawn_requests.values(), *self.sent_requests.values()]
 
     def drain(self, ended_only: bool = False) -> EngineOutput | None:
         pieces, self._finished_pieces = self._finished_pieces, []
         if not ended_only:
-            pieces += [
-                piece for sent in self.sent_requests.values() if (piece := sent.take_piece())
-            ]
+            pieces += [piece for sent in self.started_requests if (piece := sent.take_piece())]
         return combine_outputs(pieces)
 
     def send_waiting(
-        self, cache_key: str, adapters: Mapping[str, LoadedAdapter], mark_alive: Callable[[], None]
+        self,
+        weights: SentWeights,
+        adapters: Mapping[str, LoadedAdapter],
+        mark_alive: Callable[[], None],
     ) -> None:
-        """Send waiting requests to free slots of the server.
+        """Send withdrawn and waiting requests to free slots of the server, in this order.
 
-        `cache_key` names the weights of the cache that they may use; `mark_alive` is called on the
-        loop when the server has sent something.
+        `weights` are the server's; `mark_alive` is called on the loop when the server has sent
+        something.
         """
-        while self.waiting_requests and len(self.sent_requests) < self._slots:
-            request = self.waiting_requests.pop(next(iter(self.waiting_requests)))
-            most = min(request.max_new_tokens, self.max_length - len(request.tokens))
-            sent = SentRequest(request, self.create_rid(), most)
-            sent.adapter = adapters.get(request.adapter)
-            self.sent_requests[sent.rid] = sent
-            self._rids[request.id] = sent.rid
-            adapter = sent.adapter.server_name if sent.adapter is not None else ""
-            about = request, most, sent.rid, cache_key + adapter, self.ids_end
-            body = v0_5.build_generate_body(*about, adapter)
-            put = partial(self._enqueue_event, sent.rid, mark_alive)
-            sent.stream = self._http.stream(v0_5.GENERATE, body, put)
+        while len(self.sent_requests) < self._slots:
+            if self.withdrawn_requests:
+                sent = self.withdrawn_requests.pop(next(iter(self.withdrawn_requests)))
+            elif self.waiting_requests:
+                request = self.waiting_requests.pop(next(iter(self.waiting_requests)))
+                most = min(request.max_new_tokens, self.max_length - len(request.tokens))
+                sent = SentRequest(request, "", most)
+                sent.adapter = adapters.get(request.adapter)
+            else:
+                return
+            self._send(sent, weights, mark_alive)
+
+    def _send(
+        self, sent: SentRequest, weights: SentWeights, mark_alive: Callable[[], None]
+    ) -> None:
+        """Send a request, or what is left of it after it was withdrawn."""
+        adapter = sent.adapter.server_name if sent.adapter is not None else ""
+        # An adapter keeps its version, so its tokens would not show that their cache is of another
+        # base.
+        if not (sent.cache_key and weights.keeps_caches and not adapter):
+            sent.cache_key = weights.cache_key + adapter
+        sent.rid, sent.version, sent.is_withdrawn = self.create_rid(), weights.version, False
+        sent.first_token = len(sent.tokens)
+        self.sent_requests[sent.rid] = sent
+        self._rids[sent.request.id] = sent.rid
+        body = v0_5.build_generate_body(
+            sent.request,
+            sent.max_new_tokens - sent.first_token,
+            sent.rid,
+            sent.cache_key,
+            self.ids_end,
+            adapter,
+            generated=sent.tokens,
+            stream_interval=self._stream_interval or choose_stream_interval(self._rate.token_s),
+        )
+        put = partial(self._enqueue_event, sent.rid, mark_alive)
+        sent.stream = self._http.stream(v0_5.GENERATE, body, put)
 
     def _enqueue_event(
         self, rid: str, mark_alive: Callable[[], None], event: ServerEvent | Exception | None
@@ -213,15 +201,18 @@ class ServerRequests:
     # -- results ---------------------------------------------------------------------------------
 
     def receive_events(self, wait_s: float) -> None:
-        came: Counter[str] = Counter()
+        """Process the events that have arrived; wait up to `wait_s` for the first one."""
+        running, new_tokens = len(self.sent_requests), 0
+        self._rate.add_time(self.clock.monotonic(), running)
         try:
             rid, event = self._events.get(timeout=wait_s) if wait_s else self._events.get_nowait()
             while True:
-                came[rid] += self._process_event(rid, event)
+                new_tokens += self._process_event(rid, event)
                 rid, event = self._events.get_nowait()
         except Empty:
-            # The server does not report its steps: this is the least number of them.
-            self.steps += max(came.values(), default=0)
+            self._rate.add_tokens(new_tokens)
+            # The server does not report its steps: each adds a token to most requests.
+            self._steps += new_tokens / max(1, running)
 
     def _process_event(self, rid: str, event: ServerEvent | Exception | None) -> int:
         sent = self.sent_requests.get(rid)
@@ -234,15 +225,21 @@ class ServerRequests:
                 repr(event) if event else "the stream of its answer ended early",
             )
             return 0
-        chunk = v0_5.parse_chunk(event, len(sent.tokens), v0_5.is_plain_sampling(sent.request))
+        self.num_events += 1
         before = len(sent.tokens)
+        plain = v0_5.is_plain_sampling(sent.request)
+        chunk = v0_5.parse_chunk(event, before - sent.first_token, plain)
         sent.add_chunk(chunk)
         self.tokens_computed += chunk.computed_tokens + len(chunk.tokens)
-        self.tokens_cached += chunk.cached_tokens
-        self.relabelled_tokens += sent.correct_versions(chunk.spans)
+        if not sent.first_token:
+            self.tokens_cached += chunk.cached_tokens
+        if sent.adapter is None:  # spans are versions of the base
+            self.relabelled_tokens += sent.count_other_versions(chunk.spans)
         self.preempted += max(0, chunk.retractions - sent.retractions)
         sent.retractions = max(sent.retractions, chunk.retractions)
-        finish = chunk.finish
+        finish, is_aborted_by_user = chunk.finish, sent.abort_deadline_s is not None
+        if finish == FinishReason.ABORTED and sent.is_withdrawn and not is_aborted_by_user:
+            finish = sent.find_finish()
         # A new token may complete a stop string and is then the last one.
         decode = self._decode if sent.request.stop_strings else None
         if decode is not None and sent.cut_at_stop_string(decode, len(chunk.tokens)):
@@ -253,8 +250,40 @@ class ServerRequests:
         num_new_tokens = len(sent.tokens) - before
         self.tokens_generated += num_new_tokens
         if finish != FinishReason.RUNNING:
-            self._finish(sent, finish, chunk.reason if sent.abort_deadline_s is None else "")
+            self._finish(sent, finish, "" if is_aborted_by_user else chunk.reason)
+        elif chunk.finish != FinishReason.RUNNING:
+            self._keep_withdrawn(sent)
         return num_new_tokens
+
+    def withdraw_all(self, deadline_s: float) -> None:
+        """Withdraw all requests from the server with all their tokens, so that it is idle.
+
+        Raise DeadlineExceeded if it did not end them in time; those that it ends later are
+        withdrawn then.
+        """
+        until_s = self.clock.monotonic() + deadline_s
+        for sent in self.sent_requests.values():
+            sent.is_withdrawn = True
+        while self.sent_requests:
+            if self.clock.monotonic() >= until_s:
+                raise DeadlineExceeded(
+                    f"SGLang did not end {len(self.sent_requests)} aborted requests within "
+                    f"{deadline_s:g} s",
+                    where=self._http.url,
+                    fix=LOG_HINT,
+                )
+            self._http.start_call("POST", v0_5.ABORT, v0_5.ABORT_ALL, deadline_s=ABORT_TIMEOUT_S)
+            retry_s = min(self.clock.monotonic() + ABORT_RETRY_S, until_s)
+            while self.sent_requests and (left_s := retry_s - self.clock.monotonic()) > 0:
+                self.receive_events(left_s)
+
+    def _keep_withdrawn(self, sent: SentRequest) -> None:
+        """Let a request wait here that the server has ended; one without tokens starts again."""
+        self._remove(sent)
+        if sent.tokens:
+            self.withdrawn_requests[sent.request.id] = sent
+        else:
+            self.waiting_requests = {sent.request.id: sent.request} | self.waiting_requests
 
     def retry_aborts(self) -> None:
         """Retry aborts that are not confirmed; finish those whose deadline has passed."""
@@ -269,23 +298,10 @@ class ServerRequests:
         for sent in list(self.sent_requests.values()):
             self._abort_locally(sent)
 
-    def requeue_untouched(self) -> None:
-        """Requeue requests without a token: their cache would have other weights than its key
-        names.
-        """
-        untouched = [sent for sent in self.sent_requests.values() if not sent.tokens]
-        for sent in untouched:
-            self._remove(sent)
-            self._send_abort(sent)
-            sent.close_stream()
-            if sent.abort_deadline_s is not None:
-                self._finish_unsent(sent.request.id, FinishReason.ABORTED)
-        back = {s.request.id: s.request for s in untouched if s.abort_deadline_s is None}
-        self.waiting_requests = back | self.waiting_requests
-
     def close(self) -> None:
         """Abort all requests at the server, unless it has exited."""
         self.waiting_requests.clear()
+        self.withdrawn_requests.clear()
         with contextlib.suppress(MeshError):
             abort_calls = [self._send_abort(sent) for sent in self.sent_requests.values()]
             for answer in abort_calls:
@@ -308,11 +324,14 @@ class ServerRequests:
 
     def _finish(self, sent: SentRequest, finish: FinishReason, reason: str = "") -> None:
         self._remove(sent)
+        self._add_finished_piece(sent, finish)
+        if reason and finish == FinishReason.ABORTED:
+            log.warning("SGLang aborted request %d: %s", sent.request.id, reason)
+
+    def _add_finished_piece(self, sent: SentRequest, finish: FinishReason) -> None:
         piece = sent.take_piece(finish)
         assert piece is not None
         self._finished_pieces.append(piece)
-        if reason:
-            log.warning("SGLang aborted request %d: %s", sent.request.id, reason)
 
     def _remove(self, sent: SentRequest) -> None:
         del self.sent_requests[sent.rid]

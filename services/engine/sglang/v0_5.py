@@ -10,12 +10,21 @@ The source is SGLang 0.5.23. Properties that the interface does not document:
   run, neither the prompt nor the output before a retraction or on another engine. `min_new_tokens`
   requires a tokenizer in the server. `logit_bias` depends on none of these; it changes
   `output_token_logprobs` too.
-- Spans of weight versions come with a request's last chunk only. Earlier chunks carry the
-  version that was current when they were processed.
+- A pause in place leaves the overlapped step in flight: its tokens are processed after the pause,
+  and count for weights that were loaded in between. Loading does not wait for that step either.
+- A stream's unsent tokens stay unsent in a pause and a retraction. An abort sends them. A token of
+  the step of an abort may end the request, but the answer reports the abort only.
+- A second abort of one `rid` has no effect, one of all requests has.
+- Spans of weight versions come with a request's last chunk only.
+- An ended request's keys and values stay in the cache, an aborted one's too.
 - An aborted request that was waiting repeats its last token.
 - Adapters come by `/load_lora_adapter_from_tensors`: `/load_lora_adapter` reads them as the model
   was read, and a server without weights reads none. They require an accelerator, or a torch that
   accepts ordinary memory as pinned.
+- `/release_memory_occupation` releases and `/resume_memory_occupation` restores regions by tag.
+  Graphs read what their capture left in their pool, and only some backends keep a host copy of it,
+  so graphs stay resident. Before 0.5.23 the cache of sliding layers was in no region. A recurrent
+  state is cleared at its next use only, and the flush of a release touches its pools.
 - An update from disk or from tensors that fails at a tensor ends the server, which cannot undo
   it. A failed broadcast is answered, and the server is paused.
 - `/weights_checker` returns a digest of each tensor in the server's layout: q, k and v as one,
@@ -39,9 +48,18 @@ from meshrl.common.generation.engine_contract import GenerationRequest
 
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
-    "TQDM_DISABLE": "1",  # each update would add progress bars to the log, and fill its end
+    "TQDM_MININTERVAL": "2",  # seconds between two states of a progress bar in the log
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "0",  # graphs stay resident in sleep
     "SGLANG_TIMEOUT_KEEP_ALIVE": "60",  # seconds; longer than our client keeps a connection
 }
+SLEEP_TAGS = ("weights", "kv_cache")
+SLIDING_RELEASE_VERSION = (0, 5, 23)  # first whose sliding layers release their cache
+# Modules that log the progress of a start. The others have the level `warning`: with `info` SGLang
+# logs all its arguments, with its key.
+PROGRESS_LOGGERS = tuple(
+    f"sglang.srt.{module}"
+    for module in ("compilation", "distributed", "layers", "mem_cache", "model_executor")
+)
 MAX_MASK_TOKENS = 4096  # tokens that a sampling mask may name; SGLang's own default
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -62,6 +80,8 @@ WEIGHTS_CHECKER = "/weights_checker"
 VOCABULARY_ROWS, INNER_ROWS = 64, 32
 JOIN_GROUP, LEAVE_GROUP = "/init_weights_update_group", "/destroy_weights_update_group"
 
+ABORT_ALL = {"rid": "", "abort_all": True}  # body; no other client has requests here
+
 # path -> fields of its body that are used
 REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     GENERATE: (
@@ -75,13 +95,13 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
         "rid",
         "extra_key",
     ),
-    ABORT: ("rid",),
+    ABORT: ("rid", "abort_all"),
     INFO: (),
     HEALTH: (),
     PAUSE: ("mode",),
     CONTINUE: ("torch_empty_cache",),
-    RELEASE: (),
-    RESUME: (),
+    RELEASE: ("tags",),
+    RESUME: ("tags",),
     VERSION: ("new_version", "abort_all_requests"),
 }
 ADAPTER_FIELDS: dict[str, tuple[str, ...]] = {
@@ -122,6 +142,40 @@ def find_missing(openapi: Mapping[str, Any], required: Mapping[str, tuple[str, .
         known = found
         lacking += [f"{path}: {name}" for name in names if name not in known]
     return lacking
+
+
+def build_logging_config() -> dict[str, Any]:
+    """Build the logging configuration that SGLang's processes read from a file."""
+    form = {"format": "[%(asctime)s] %(message)s", "datefmt": "%Y-%m-%d %H:%M:%S"}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": form},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain"}},
+        "root": {"level": "WARNING", "handlers": ["stderr"]},
+        "loggers": {name: {"level": "INFO"} for name in PROGRESS_LOGGERS},
+    }
+
+
+def parse_version(version: str) -> tuple[int, ...]:
+    """Parse the leading numbers of a version, as (0, 5, 23)."""
+    parts = (part for part in version.split(".")[:3] if part.isdigit())
+    return tuple(int(part) for part in parts)
+
+
+def choose_sleep_tags(about: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the tags by which a described server's memory is released and restored unharmed.
+
+    Empty: it cannot be, and the server must be restarted.
+    """
+    if about.get("uses_mamba_radix_cache"):
+        return ()
+    states = about.get("internal_states") or [{}]
+    memory = states[0].get("memory_usage", {})
+    has_sliding_cache = memory.get("token_capacity_swa") is not None
+    if has_sliding_cache and parse_version(str(about.get("version", ""))) < SLIDING_RELEASE_VERSION:
+        return ()
+    return SLEEP_TAGS
 
 
 def is_plain_sampling(request: GenerationRequest) -> bool:
@@ -169,15 +223,19 @@ def build_generate_body(
     cache_key: str,
     vocab_size: int,
     adapter: str = "",
+    *,
+    generated: Sequence[int] = (),
+    stream_interval: int = 1,
 ) -> dict[str, Any]:
     """Build the body of a streamed request for at most `max_new_tokens` tokens.
 
     `cache_key` names whose keys and values it may reuse; `adapter` is the server's name of the
-    adapter.
+    adapter. `generated` are tokens that the request has already, `stream_interval` the tokens of an
+    event.
     """
-    body = {
+    body: dict[str, Any] = {
         "rid": rid,
-        "input_ids": request.tokens.tolist(),
+        "input_ids": [*request.tokens.tolist(), *generated],
         "stream": True,
         "return_logprob": True,
         "extra_key": cache_key,
@@ -188,6 +246,7 @@ def build_generate_body(
             "top_p": request.top_p,
             "top_k": request.top_k or -1,
             "min_p": request.min_p,
+            "stream_interval": stream_interval,
             "sampling_seed": request.seed & (2**63 - 1),  # used by servers that sample from seeds
         },
     }
@@ -209,7 +268,6 @@ class StreamChunk:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # under the sampled distribution
     raw_logprobs: list[float] = field(default_factory=list)  # at temperature 1
-    version: int = -1  # the version that was current when the chunk was handled
     spans: list[tuple[int, int, int]] = field(default_factory=list)  # (version, start, end)
     computed_tokens: int = 0  # tokens of prompt and answer that were not found in the cache
     cached_tokens: int = 0  # tokens of the prompt that were
@@ -247,7 +305,6 @@ def parse_chunk(
         tokens=tokens,
         logprobs=unmodified if plain_sampling else [float(x) for x in sampled],
         raw_logprobs=unmodified,
-        version=int(meta["weight_version"]),
         spans=[(int(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions", ())],
         computed_tokens=meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0)
         if received_tokens == 0

@@ -17,7 +17,8 @@ from meshrl.common.api.engine import FinishReason, LogitAdjustments
 from meshrl.common.base.errors import DeadlineExceeded, MeshError, PeerLost, Refused, RemoteFailure
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.http_client import EXTRA_CONNECTIONS, KEEPALIVE_S, HttpClient
-from meshrl.services.engine.sglang.server_requests import SentRequest
+from meshrl.services.engine.sglang.sent_request import SentRequest
+from meshrl.services.engine.sglang.stream_interval import TokenRate, choose_stream_interval
 from meshrl.services.engine.sglang.v0_5 import (
     StreamChunk,
     build_generate_body,
@@ -281,7 +282,7 @@ def event(tokens: list[int], total: int, **more: Any) -> dict[str, Any]:
 
 def test_chunk_contains_only_new_tokens() -> None:
     first = parse_chunk(event([4, 5], 2), 0, True)
-    assert (first.tokens, first.version, first.computed_tokens) == ([4, 5], 3, 2)
+    assert (first.tokens, first.computed_tokens) == ([4, 5], 2)
     assert first.finish == FinishReason.RUNNING
     assert first.logprobs == first.raw_logprobs == [-0.4, -0.5]
     last = parse_chunk(event([6], 3, finish_reason={"type": "length", "length": 3}), 2, True)
@@ -317,16 +318,33 @@ def test_error_ends_the_request_with_its_reason() -> None:
     assert refused.finish == FinishReason.ABORTED and refused.reason == "too long"
 
 
-def test_final_version_spans_correct_versions_and_count_sent_tokens() -> None:
-    sent = SentRequest(request(1), "r", 10)
-    sent.add_chunk(
-        StreamChunk(tokens=[1, 2, 3, 4], logprobs=[0.0] * 4, raw_logprobs=[0.0] * 4, version=2)
-    )
-    piece = sent.take_piece()
-    assert piece is not None and piece.versions.tolist() == [2] * 4
-    sent.add_chunk(StreamChunk(tokens=[5], logprobs=[0.0], raw_logprobs=[0.0], version=2))
-    assert sent.correct_versions([(1, 0, 2), (2, 2, 4), (3, 4, 9)]) == 2
-    assert sent.versions == [1, 1, 2, 2, 3]
+def test_tokens_of_other_versions_are_counted() -> None:
+    sent = SentRequest(request(1), "r", 10, version=2)
+    sent.add_chunk(StreamChunk(tokens=[1, 2, 3], logprobs=[0.0] * 3, raw_logprobs=[0.0] * 3))
+    assert sent.versions == [2] * 3
+    assert sent.count_other_versions([(2, 0, 3)]) == 0
+    assert sent.count_other_versions([(1, 0, 2), (2, 2, 3)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("token_s", "expected"), [(0.0, 8), (0.2, 1), (0.05, 1), (0.01, 5), (0.0005, 32)]
+)
+def test_stream_interval_is_bounded_by_the_ledgers_sync(token_s: float, expected: int) -> None:
+    assert choose_stream_interval(token_s) == expected
+
+
+def test_token_rate_counts_concurrent_requests() -> None:
+    rate = TokenRate()
+    rate.add_time(5.0, 0)  # no request ran before
+    assert rate.token_s == 0.0
+    for second in range(6, 10):
+        rate.add_time(float(second), 8)
+        rate.add_tokens(400)
+    assert rate.token_s == pytest.approx(3 * 8 / 1600)
+    for second in range(10, 100):
+        rate.add_time(float(second), 8)
+        rate.add_tokens(4000)
+    assert rate.token_s == pytest.approx(8 / 4000, rel=0.05)
 
 
 def test_truncated_sampling_requests_sampling_logprobs() -> None:

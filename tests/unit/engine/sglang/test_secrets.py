@@ -12,7 +12,9 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, PeerLost
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.services.engine.sglang.server import LaunchConfig, SGLangServer
+from meshrl.services.engine.sglang.launch_config import LaunchConfig
+from meshrl.services.engine.sglang.ports import PortBlock
+from meshrl.services.engine.sglang.server import SGLangServer
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY
 
@@ -101,7 +103,7 @@ def build_command(root: Path, degree: int) -> list[str]:
     launch_config = LaunchConfig(
         "python", root, 4, 64, device="cuda", options=options, tensor_parallel_size=degree
     )
-    return launch_config.build_command(30000)
+    return launch_config.build_command(PortBlock(30000))
 
 
 def test_server_gets_the_tensor_parallel_size(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,19 +16,26 @@ import torch
 
 from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.errors import ConfigError, PeerLost, Refused, RemoteFailure
+from meshrl.common.base.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    PeerLost,
+    Refused,
+    RemoteFailure,
+)
 from meshrl.common.generation.engine_contract import NO_VERSION, Quarantined
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.model.files.hf_writer import state_to_hf
-from meshrl.services.engine.sglang import readback, v0_5
+from meshrl.services.engine.sglang import readback, sleep, v0_5
 from meshrl.services.engine.sglang.engine import SGLangEngine
 from meshrl.services.engine.sglang.http_client import HttpClient
-from meshrl.services.engine.sglang.server import (
+from meshrl.services.engine.sglang.launch_config import (
     AdapterLimits,
     HierarchicalCache,
     LaunchConfig,
-    SGLangServer,
 )
+from meshrl.services.engine.sglang.ports import PortBlock
+from meshrl.services.engine.sglang.server import SGLangServer
 from meshrl.services.engine.sglang.weight_buckets import pickle_inline
 from meshrl.services.engine.sglang.weight_push import UPDATE_FLOOR_S
 from meshrl.services.engine.sglang.weight_transports import DiskTransport
@@ -49,6 +56,7 @@ from tests.unit.common.generation.test_builtin_engine import expected_logprobs
 
 UNLOADED_S = 60.0  # until the server has unloaded an adapter
 STATE = decoder(1).state_dict()
+PORTS = PortBlock(20000)
 
 
 class Bench:
@@ -190,15 +198,13 @@ def test_readback_uses_the_servers_tensor_layout() -> None:
 
 def test_readback_of_a_tensor_parallel_server_is_rejected(bench: Bench) -> None:
     launch = LaunchConfig("python", Path("m"), 4, 128, read_back=True)
-    child = SystemHost().spawn([sys.executable, "-c", "input()"], name="nobody")
-    server = SGLangServer(launch, child, bench.server.http, "mine", SystemClock())
+    server = SGLangServer(launch, bench.server.http, "mine", "key", SystemHost(), SystemClock())
     bench.server.about = {"served_model_name": "mine", "version": "0.5.23", "tp_size": 2}
     with pytest.raises(ConfigError, match="2 processes of SGLang share the model"):
         bench.server.run(server._check_server("disk"))
     server.launch_config = replace(launch, read_back=False)
     with pytest.raises(RemoteFailure, match="openapi"):  # the next request of the check
         bench.server.run(server._check_server("disk"))
-    child.kill()
 
 
 # -- quarantine ----------------------------------------------------------------------------------
@@ -226,7 +232,7 @@ def test_quarantined_server_pauses_until_a_complete_version(bench: Bench) -> Non
     assert 5 <= old < 90 and heard[1].versions == [0] * old + [7] * (90 - old)
 
 
-def test_server_that_cannot_be_paused_aborts_its_requests(bench: Bench) -> None:
+def test_server_that_cannot_be_paused_gets_no_requests(bench: Bench) -> None:
     bench.server.takes_steps = 20
     bench.engine.submit([request(1, max_new=120, temperature=0.0)])
     bench.generate(5)
@@ -235,11 +241,13 @@ def test_server_that_cannot_be_paused_aborts_its_requests(bench: Bench) -> None:
     bench.server.takes_steps = math.inf
     bench.listener.drain()
     heard = bench.listener.get_output(1)
-    assert heard.finish == [FinishReason.ABORTED] and 5 <= len(heard.tokens) < 120
+    assert not heard.finish and 5 <= (old := len(heard.tokens)) < 120
+    assert not bench.engine.step() and bench.engine.num_waiting == 1
     bench.server.deaf = False
     bench.engine.update_weights(STATE, 7)
     again = bench.listener.run(request(2, max_new=9))
     assert again[2].versions == [7] * 9
+    assert again[1].versions == [0] * old + [7] * (120 - old)
 
 
 def test_server_that_exits_during_an_update_is_lost(bench: Bench) -> None:
@@ -336,12 +344,12 @@ def test_server_started_without_adapters_rejects_them(bench: Bench, tmp_path: Pa
 def test_server_arguments_contain_the_adapter_limits() -> None:
     plain = LaunchConfig("python", Path("m"), 4, 128)
     options = replace(plain, adapter_limits=AdapterLimits(8, ("q_proj", "o_proj")))
-    command = " ".join(options.build_arguments(1))
+    command = " ".join(options.build_arguments(PORTS))
     expected_options = "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj o_proj"
     assert f"{expected_options} --lora-backend torch_native" in command
-    command = " ".join(replace(options, device="cuda").build_arguments(1))
+    command = " ".join(replace(options, device="cuda").build_arguments(PORTS))
     assert expected_options in command and "--lora-backend" not in command
-    assert "lora" not in " ".join(plain.build_arguments(1))
+    assert "lora" not in " ".join(plain.build_arguments(PORTS))
 
 
 def test_missing_endpoints_are_found_in_the_api_description() -> None:
@@ -351,12 +359,195 @@ def test_missing_endpoints_are_found_in_the_api_description() -> None:
 
 def test_server_arguments_contain_the_kv_tiers_of_the_job(tmp_path: Path) -> None:
     plain = LaunchConfig("python", Path("m"), 4, 128, device="cuda")
-    assert "hicache" not in " ".join(plain.build_arguments(1))
+    assert "hicache" not in " ".join(plain.build_arguments(PORTS))
     memory = replace(plain, hierarchical_cache=HierarchicalCache(3.6))
-    command = " ".join(memory.build_arguments(1))
+    command = " ".join(memory.build_arguments(PORTS))
     assert "--enable-hierarchical-cache --hicache-size 4" in command and "storage" not in command
     disk = replace(plain, hierarchical_cache=HierarchicalCache(1.0, tmp_path))
-    assert "--hicache-storage-backend file" in " ".join(disk.build_arguments(1))
+    assert "--hicache-storage-backend file" in " ".join(disk.build_arguments(PORTS))
     assert disk.build_environment()["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(tmp_path)
     with pytest.raises(ConfigError, match="only on GPUs"):
-        replace(memory, device="cpu").build_arguments(1)
+        replace(memory, device="cpu").build_arguments(PORTS)
+
+
+# -- withdrawn requests --------------------------------------------------------------------------
+
+
+def bodies(bench: Bench, path: str) -> list[Any]:
+    return [body for called, body in bench.server.calls if called == path]
+
+
+@pytest.mark.parametrize(("interval", "recompute"), [(1, True), (8, False)])
+def test_update_withdraws_requests_with_all_their_tokens(
+    tmp_path: Path, interval: int, recompute: bool
+) -> None:
+    """Check that no token of before an update counts for the version after it, in any batch."""
+    bench = Bench(tmp_path, stream_interval=interval, recompute=recompute)
+    bench.server.takes_steps = 12  # it does not end during the update
+    first = [request(i, [i, 2], max_new=30, temperature=0.0) for i in (1, 2)]
+    bench.engine.submit(first)
+    bench.generate(10)
+    bench.engine.update_weights(STATE, 7)
+    assert bench.engine.num_waiting == 0 and bench.engine.num_running == 2  # they were sent again
+    bench.server.takes_steps = math.inf
+    heard, before = bench.listener.run(), Listener(built_in("eager")).run(*first)
+    old = {i: h.versions.count(0) for i, h in heard.items()}
+    rest = [
+        request(i, [i, 2, *heard[i].tokens[:n]], max_new=30 - n, temperature=0.0)
+        for i, n in old.items()
+    ]
+    after = Listener(built_in("eager", seed=1)).run(*rest)
+    for i, n in old.items():
+        assert heard[i].versions == [0] * n + [7] * (30 - n) and 0 < n < 30
+        assert heard[i].tokens == before[i].tokens[:n] + after[i].tokens
+    keys = [body["extra_key"] for body in bodies(bench, v0_5.GENERATE)]
+    assert len(keys) == 4 and keys[0] == keys[1] and keys[2] == keys[3]
+    assert (keys[0] != keys[2]) == recompute  # the key of the caches that they may use
+    assert bodies(bench, v0_5.FROM_DISK)[-1]["flush_cache"] == recompute
+    bench.close()
+
+
+def test_pause_leaves_no_request_at_the_server(bench: Bench) -> None:
+    bench.server.takes_steps = 12
+    bench.engine.submit([request(i, max_new=30, temperature=0.0) for i in range(6)])  # 4 slots
+    bench.generate(9)
+    bench.engine.pause()
+    assert not bench.server.engine.num_running and not bench.server.engine.num_waiting
+    assert bench.engine.num_running == 0 and bench.engine.num_waiting == 6
+    bench.listener.drain()
+    bench.engine.abort([0, 5])
+    bench.listener.drain()
+    aborted = bench.listener.get_output(0)
+    assert aborted.finish == [FinishReason.ABORTED] and aborted.tokens
+    bench.engine.resume()
+    bench.server.takes_steps = math.inf
+    heard = bench.listener.run()
+    expected = Listener(built_in("eager")).run(request(1, max_new=30, temperature=0.0))[1]
+    assert heard[1].tokens == expected.tokens and len(heard[4].tokens) == 30
+
+
+def test_stop_token_in_the_step_of_an_abort_ends_the_request(bench: Bench) -> None:
+    """Report an abort although the last token ends the request, as SGLang does."""
+    bench.server.takes_steps = 0
+    bench.engine.submit([request(1, max_new=9, stop_ids=(5,)), request(2, max_new=2)])
+    for sent, tokens in zip(bench.engine.requests.started_requests, ([7, 5], [7, 8]), strict=True):
+        sent.is_withdrawn = True
+        meta = {
+            "completion_tokens": 2,
+            "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+            "finish_reason": {"type": "abort"},
+        }
+        bench.engine.requests._process_event(sent.rid, {"meta_info": meta})
+    bench.listener.drain()
+    assert bench.listener.get_output(1).finish == [FinishReason.STOP]
+    assert bench.listener.get_output(2).finish == [FinishReason.LENGTH]
+    assert bench.engine.num_waiting == 0
+
+
+def test_withdrawal_that_the_server_does_not_answer_is_undone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.server.takes_steps = 5
+    bench.engine.submit([request(1, max_new=30, temperature=0.0)])
+    bench.generate(2)
+    monkeypatch.setattr("meshrl.services.engine.sglang.engine.CONTROL_TIMEOUT_S", 0.0)
+    with pytest.raises(DeadlineExceeded, match="did not end 1 aborted requests"):
+        bench.engine.pause()
+    monkeypatch.undo()
+    bench.server.takes_steps = math.inf
+    heard = bench.listener.run()[1]
+    expected = Listener(built_in("eager")).run(request(1, max_new=30, temperature=0.0))[1]
+    assert heard.tokens == expected.tokens
+
+
+# -- sleep ---------------------------------------------------------------------------------------
+
+
+def test_sleep_releases_weights_and_cache_but_no_graphs(bench: Bench) -> None:
+    bench.server.takes_steps = 8
+    bench.engine.submit([request(1, max_new=20, temperature=0.0)])
+    bench.generate(4)
+    bench.engine.sleep()
+    bench.server.takes_steps = math.inf
+    assert bodies(bench, v0_5.RELEASE) == [{"tags": ["weights", "kv_cache"]}]
+    bench.engine.resume()
+    bench.engine.wake(STATE, 3)
+    assert bodies(bench, v0_5.RESUME) == [{"tags": ["weights", "kv_cache"]}]
+    heard = bench.listener.run()[1]
+    assert len(heard.tokens) == 20 and set(heard.versions) == {0, 3}
+    assert v0_5.ENVIRONMENT["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "0"
+
+
+SLIDING = {"internal_states": [{"memory_usage": {"token_capacity_swa": 4096}}]}
+
+
+@pytest.mark.parametrize(
+    ("about", "tags"),
+    [
+        ({"version": "0.5.23"}, v0_5.SLEEP_TAGS),
+        ({"version": "0.5.9", "internal_states": []}, v0_5.SLEEP_TAGS),
+        ({"version": "0.5.23", "uses_mamba_radix_cache": True}, ()),
+        ({"version": "0.5.22"} | SLIDING, ()),
+        ({"version": "0.5.23.post1"} | SLIDING, v0_5.SLEEP_TAGS),
+    ],
+)
+def test_sleep_tags_depend_on_version_and_caches(
+    about: dict[str, Any], tags: tuple[str, ...]
+) -> None:
+    assert v0_5.choose_sleep_tags(about) == tags
+
+
+class Restartable:
+    """Process of a counterpart, which sleeps by ending."""
+
+    def __init__(self, server: Counterpart) -> None:
+        self.http, self.server, self.start_text = server.http, server, "capturing graphs"
+        self.may_start = asyncio.Event()
+        self.history: list[str] = []
+
+    async def end(self) -> None:
+        self.history.append("end")
+
+    async def launch(self) -> None:
+        self.history.append("launch")
+        await self.may_start.wait()
+        self.server.stands = False  # a new process is not paused
+
+
+def test_server_that_cannot_release_its_memory_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Counterpart(4, 128)
+    process = Restartable(server)
+    monkeypatch.setattr(sleep, "RESTART_POLL_S", 0.01)
+    memory = sleep.RestartedMemory(process)
+    engine = counterpart.engine(server, tmp_path, 4, 128, adapters=False, memory=memory)
+    server.takes_steps = 8
+    engine.submit([request(1, max_new=20, temperature=0.0)])
+    while engine.tokens_generated < 4:
+        engine.step()
+    engine.sleep()
+    server.takes_steps = math.inf
+    assert process.history == ["end"] and not engine.step()
+    assert v0_5.RELEASE not in [path for path, _ in server.calls]
+    engine.resume()
+    with pytest.raises(DeadlineExceeded, match="restarts after a sleep: capturing graphs"):
+        engine.wake(STATE, 3)
+    server.loop.call_soon_threadsafe(process.may_start.set)
+    monkeypatch.undo()
+    engine.wake(STATE, 3)
+    assert process.history == ["end", "launch"]
+    heard = Listener(engine).run()[1]
+    assert set(heard.versions) == {0, 3} and len(heard.tokens) == 20
+    engine.close()
+    server.close()
+
+
+def test_restart_for_sleep_is_rejected_with_adapters(tmp_path: Path) -> None:
+    server = Counterpart(4, 128)
+    memory = sleep.RestartedMemory(Restartable(server))
+    engine = counterpart.engine(server, tmp_path, 4, 128, memory=memory)
+    with pytest.raises(Refused, match="lose its adapters"):
+        engine.sleep()
+    engine.close()
+    server.close()
