@@ -449,7 +449,7 @@ def test_withdrawal_that_the_server_does_not_answer_is_undone(
 ) -> None:
     bench.server.takes_steps = 5
     bench.engine.submit([request(1, max_new=30, temperature=0.0)])
-    bench.generate(2)
+    bench.generate(1)
     monkeypatch.setattr("meshrl.services.engine.sglang.engine.CONTROL_TIMEOUT_S", 0.0)
     with pytest.raises(DeadlineExceeded, match="did not end 1 aborted requests"):
         bench.engine.pause()
@@ -464,7 +464,7 @@ def test_withdrawal_that_the_server_does_not_answer_is_undone(
 
 
 def test_sleep_releases_weights_and_cache_but_no_graphs(bench: Bench) -> None:
-    bench.server.takes_steps = 8
+    bench.server.takes_steps = 12
     bench.engine.submit([request(1, max_new=20, temperature=0.0)])
     bench.generate(4)
     bench.engine.sleep()
@@ -522,7 +522,7 @@ def test_server_that_cannot_release_its_memory_restarts(
     monkeypatch.setattr(sleep, "RESTART_POLL_S", 0.01)
     memory = sleep.RestartedMemory(process)
     engine = counterpart.engine(server, tmp_path, 4, 128, adapters=False, memory=memory)
-    server.takes_steps = 8
+    server.takes_steps = 12
     engine.submit([request(1, max_new=20, temperature=0.0)])
     while engine.tokens_generated < 4:
         engine.step()
