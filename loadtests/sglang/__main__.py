@@ -101,7 +101,7 @@ class Arm:
     def server_cpu_s(self) -> float:
         root = psutil.Process(self.server.pid)
         times = [one.cpu_times() for one in [root, *root.children(recursive=True)]]
-        return sum(t.user + t.system for t in times)
+        return float(sum(t.user + t.system for t in times))
 
 
 def main() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-# The server sends a request's tokens in batches that take no longer than this to sample: the
-# interval at which a shard's ledger is synced. A lost engine repeats no more tokens by them than a
-# host crash.
+# Tokens of a batch: at least as many as an engine's flush has at most, and at most 32. In between,
+# as many as a request samples in the interval at which a shard's ledger is synced. A lost engine
+# repeats at most a batch of each request.
+MIN_STREAM_INTERVAL, MAX_STREAM_INTERVAL = 8, 32
 BATCH_S = 0.05
-# Tokens of a batch: at most, and before a rate was measured.
-MAX_STREAM_INTERVAL, FIRST_STREAM_INTERVAL = 32, 8
 RATE_WINDOW_TOKENS = 4096  # tokens after which a rate's older half counts half
 
 
@@ -36,6 +35,5 @@ class TokenRate:
 
 def choose_stream_interval(token_s: float) -> int:
     """Return the tokens of a batch for requests of one token each `token_s` seconds; 0: unknown."""
-    if token_s <= 0:
-        return FIRST_STREAM_INTERVAL
-    return max(1, min(MAX_STREAM_INTERVAL, int(BATCH_S / token_s)))
+    tokens = int(BATCH_S / token_s) if token_s else 0
+    return max(MIN_STREAM_INTERVAL, min(MAX_STREAM_INTERVAL, tokens))
