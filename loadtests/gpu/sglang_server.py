@@ -28,7 +28,8 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.engine.sglang.engine import SGLangEngine, attach_engine
-from meshrl.services.engine.sglang.server import LaunchConfig, SGLangServer
+from meshrl.services.engine.sglang.launch_config import LaunchConfig
+from meshrl.services.engine.sglang.server import SGLangServer
 
 SLOTS, MAX_LENGTH = 64, 512
 PROMPT_TOKENS, NEW_TOKENS = 32, 128

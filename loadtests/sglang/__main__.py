@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from loadtests.measuring.entry import options, report
-from loadtests.measuring.models import drawn, shape
+from loadtests.measuring.shapes import drawn, shape
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.generation.engine_contract import GenerationRequest
 from meshrl.common.mesh.process.host import SystemHost
