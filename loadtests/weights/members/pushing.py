@@ -34,7 +34,8 @@ from meshrl.common.weights.layout.version_image import VersionImage
 from meshrl.services.engine.measurement.load_deadlines import Deadline
 from meshrl.services.engine.sglang import weight_transports
 from meshrl.services.engine.sglang.http_client import HttpClient
-from meshrl.services.engine.sglang.server import LaunchConfig, SGLangServer
+from meshrl.services.engine.sglang.launch_config import LaunchConfig
+from meshrl.services.engine.sglang.server import SGLangServer
 from meshrl.services.engine.sglang.server_tensors import ServerTensors
 from meshrl.services.engine.sglang.transport_choice import PushDevices, choose_server_transport
 from meshrl.services.engine.sglang.weight_push import WeightPush
