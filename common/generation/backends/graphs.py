@@ -7,6 +7,7 @@ same code runs without graphs, through the operators' CPU implementations.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -410,6 +411,7 @@ class GraphCompute:
         try:
             model, keys, values = self._allocate(num_blocks)
         except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # they refer to what was allocated
             torch.cuda.empty_cache()
             raise out_of_memory_error(str(error).partition("\n")[0]) from error
         self.model, self.keys, self.values = model, keys, values

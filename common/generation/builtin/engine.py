@@ -77,7 +77,7 @@ class BuiltinEngine:
         options: EngineOptions,
         plan_cache: Callable[[], CachePlan],
     ) -> None:
-        """Initialize; `plan_cache` is called at the first wake-up, and its plan stays."""
+        """Initialize; `plan_cache` is called until a wake-up succeeds, and its plan stays."""
         if options.kv_on_update not in ("keep", "recompute"):
             raise ConfigError(
                 f"kv_on_update is {options.kv_on_update!r}",
@@ -419,10 +419,11 @@ class BuiltinEngine:
         """
         check_shapes(state, self._tensor_shapes)
         if self._weights.is_asleep:
-            if self.cache_plan is None:
-                self.cache_plan = self._plan_cache()
-                self._paged_cache.resize(self.cache_plan.num_blocks)
-            self._compute.wake(self.cache_plan.num_blocks)
+            plan = self.cache_plan or self._plan_cache()
+            self._compute.wake(plan.num_blocks)
+            if self.cache_plan is None:  # one that does not fit is planned anew the next time
+                self._paged_cache.resize(plan.num_blocks)
+                self.cache_plan = plan
             self._weights.is_asleep = False
         self._load_weights(state, version)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,9 @@ def test_cache_keeps_its_size_when_the_engine_wakes_again() -> None:
 def test_failed_allocation_of_the_cache_is_a_typed_error_and_can_be_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = build_tiny("graphs")
+    block_bytes, other_bytes = measure_tiny("graphs")
+    readings = [other_bytes + 24 * block_bytes, other_bytes + 30 * block_bytes]
+    engine = build_engine(TINY, 4, 128, backend="graphs", read_free_bytes=lambda _: readings.pop())
     zeros = torch.zeros
 
     def fail(*shape: Any, **more: Any) -> torch.Tensor:
@@ -174,8 +177,17 @@ def test_failed_allocation_of_the_cache_is_a_typed_error_and_can_be_repeated(
     with pytest.raises(MeshError, match=r"the cache: CUDA out of memory\. Tried") as error:
         engine.wake(decoder().state_dict(), 0)
     assert "rollout.kv_memory" in error.value.fix
+    cause = error.value.__cause__
+    assert isinstance(cause, torch.OutOfMemoryError)
+    [allocation] = [
+        frame
+        for frame, _ in traceback.walk_tb(cause.__traceback__)
+        if frame.f_code.co_name == "_allocate"
+    ]
+    assert "model" not in allocation.f_locals  # nothing holds what was allocated
     monkeypatch.setattr(torch, "zeros", zeros)
     engine.wake(decoder().state_dict(), 0)
+    assert not readings and engine.cache_tokens == 12 * BLOCK_TOKENS  # by the second reading
     assert Listener(engine).run(request(1))[1].tokens
 
 
