@@ -34,7 +34,7 @@ DEVICE_ARGUMENT = 6  # of torch's `rebuild_cuda_tensor`: the GPU, which SGLang a
 
 
 class CannotShare(MeshError):
-    """Error of a sender that could not make a bucket; the server has received nothing of it."""
+    """Error of a sender that could not make a bucket, of which the server has received nothing."""
 
     code = "cannot_share"
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 from meshrl.common.base.errors import MeshError, RemoteFailure
+from meshrl.common.hardware.gpus.nccl_environment import set_nccl_environment
 from meshrl.common.model.files.safetensors_writer import lay_out_file, view_bytes
 from meshrl.common.model.files.tensor_source import batch_by_bytes
 from meshrl.services.engine.measurement.load_deadlines import Deadline
@@ -28,7 +29,7 @@ from meshrl.services.engine.sglang import v0_5, weight_buckets
 from meshrl.services.engine.sglang.http_client import HttpClient, PendingResult
 from meshrl.services.engine.sglang.server_tensors import describe_tensors
 from meshrl.services.engine.sglang.transport_choice import ServerTransportChoice
-from meshrl.services.engine.sglang.weight_buckets import Bucket
+from meshrl.services.engine.sglang.weight_buckets import Bucket, CannotShare
 
 JOIN_TIMEOUT_S = 20.0  # for all ranks to join
 LEAVE_TIMEOUT_S = 5.0
@@ -118,7 +119,11 @@ class _SessionTransport(ABC):
             self._end_update(deadline)
         self._update_open = True
         self._post(v0_5.BEGIN_UPDATE, {}, deadline)
-        self._send_buckets(state, flush_cache, deadline)
+        try:
+            self._send_buckets(state, flush_cache, deadline)
+        except CannotShare:  # the server is sound, and another transport may follow
+            self._end_update(deadline)
+            raise
         self._post(v0_5.END_UPDATE, {}, deadline)
         self._update_open = False
         self._post(
@@ -169,9 +174,15 @@ class BucketTransport(_SessionTransport):
         batches = batch_by_bytes(describe_tensors(state), self._bucket_bytes)
         loading: tuple[Bucket, PendingResult[Any]] | None = None
         for place, names in enumerate(batches, 1):
-            bucket = self._fill(names, state)
+            try:
+                bucket = self._fill(names, state)
+                handles = bucket.make_handles(self._ranks)
+            except CannotShare:
+                if loading is not None:  # it must not load this beside another transport
+                    self._wait_for_answer(loading[1], deadline)
+                raise
             body = {
-                "serialized_named_tensors": bucket.make_handles(self._ranks),
+                "serialized_named_tensors": handles,
                 "load_format": FLATTENED,
                 "flush_cache": flush_cache and place == len(batches),
             }
@@ -217,6 +228,8 @@ class DistributedTransport(_SessionTransport):
         super().push(state, version, flush_cache, deadline)
 
     def _join_group(self, deadline_s: float) -> Any:
+        if self._backend == "nccl":
+            set_nccl_environment()
         limit = timedelta(seconds=deadline_s)
         # Port 0 selects a free port. The store is rank 0's, so it exists before other ranks join.
         # Without this listener it would listen on every interface.

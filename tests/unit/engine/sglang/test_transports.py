@@ -216,6 +216,21 @@ def test_failed_update_is_closed_before_the_next() -> None:
     assert_equal(http.received, STATE)
 
 
+def test_bucket_that_cannot_be_made_ends_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    http, fill = RecordingHttp(), weight_buckets.fill_shared_bucket
+
+    def fill_first(names: Any, state: Any) -> Any:
+        if list(names) != ["a"]:
+            raise CannotShare("there is no memory")
+        return fill(names, state)
+
+    monkeypatch.setattr(weight_buckets, "fill_shared_bucket", fill_first)
+    with pytest.raises(CannotShare):
+        BucketTransport(http, 1, bucket_bytes=1).push(STATE, 1, False, make_deadline())
+    ends = [f"wait {v0_5.FROM_TENSORS}", f"start {v0_5.END_UPDATE}", f"wait {v0_5.END_UPDATE}"]
+    assert http.events[-3:] == ends  # nothing is loaded beside the next transport
+
+
 def test_calls_of_a_push_share_one_deadline() -> None:
     class Clock(SystemClock):
         now = 0.0
@@ -324,7 +339,7 @@ def test_push_falls_back_to_a_file_where_memory_cannot_be_shared(tmp_path: Path)
     push.push(STATE, 1, False)
     push.push(STATE, 2, False)
     assert_equal(http.received, STATE)
-    assert [path for path, _ in http.calls].count(v0_5.FROM_DISK) == 2
-    assert http.calls[-2][0] == v0_5.FROM_DISK or http.calls[-1][0] == v0_5.FROM_DISK
+    files = [v0_5.FROM_DISK] * 2
+    assert [path for path, _ in http.calls] == [v0_5.BEGIN_UPDATE, v0_5.END_UPDATE, *files]
     assert push.last_report is not None and push.last_report["way"] == "disk"
     assert push.last_report["why"].startswith("ipc failed: ")
