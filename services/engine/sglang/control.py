@@ -150,6 +150,8 @@ class ServerControl:
         With requests in work it would crash.
         """
         self.pause()
+        if self._memory.forgets_state:
+            self.weights.close()  # a new process is in no group of the old one
         self._watch.is_suspended = self._memory.forgets_state
         with self._watch.allow_grace():
             self._memory.release()

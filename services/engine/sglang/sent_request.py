@@ -34,7 +34,7 @@ class SentRequest:
     raw_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     drained_tokens: int = 0
-    retractions: int = 0  # how often its cache was dropped
+    retractions: int = 0  # how often its cache was dropped since its last sending
     # after an abort: the request is finished here at this time without an answer
     abort_deadline_s: float | None = None
     adapter: LoadedAdapter | None = None  # adapter of the request

@@ -175,7 +175,7 @@ class ServerRequests:
         if not (sent.cache_key and weights.keeps_caches and not adapter):
             sent.cache_key = weights.cache_key + adapter
         sent.rid, sent.version, sent.is_withdrawn = self.create_rid(), weights.version, False
-        sent.first_token = len(sent.tokens)
+        sent.first_token, sent.retractions = len(sent.tokens), 0
         self.sent_requests[sent.rid] = sent
         self._rids[sent.request.id] = sent.rid
         body = v0_5.build_generate_body(

@@ -444,6 +444,23 @@ def test_stop_token_in_the_step_of_an_abort_ends_the_request(bench: Bench) -> No
     assert bench.engine.num_waiting == 0
 
 
+def test_retractions_are_counted_for_each_sending(bench: Bench) -> None:
+    bench.server.takes_steps = 0
+    bench.engine.submit([request(1, max_new=30)])
+    for finish in ({"type": "abort"}, None):
+        [sent] = bench.engine.requests.started_requests
+        sent.is_withdrawn = True
+        meta = {
+            "completion_tokens": 1,
+            "output_token_logprobs": [[-1.0, 7, None]],
+            "num_retractions": 2,
+            "finish_reason": finish,
+        }
+        bench.engine.requests._process_event(sent.rid, {"meta_info": meta})
+        bench.engine._send_waiting()
+    assert bench.engine.num_preempted == 4
+
+
 def test_withdrawal_that_the_server_does_not_answer_is_undone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,6 +556,28 @@ def test_server_that_cannot_release_its_memory_restarts(
     assert process.history == ["end", "launch"]
     heard = Listener(engine).run()[1]
     assert set(heard.versions) == {0, 3} and len(heard.tokens) == 20
+    engine.close()
+    server.close()
+
+
+class ClosingTransport(DiskTransport):
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_transport_leaves_a_server_that_ends_for_a_sleep(tmp_path: Path) -> None:
+    """A group of the old process's ranks would fail the first push after the sleep."""
+    server = Counterpart(4, 128)
+    transport = ClosingTransport(server.http, tmp_path)
+    memory = sleep.RestartedMemory(Restartable(server))
+    engine = counterpart.engine(
+        server, tmp_path, 4, 128, adapters=False, memory=memory, transport=transport
+    )
+    assert not transport.closed
+    engine.sleep()
+    assert transport.closed == 1
     engine.close()
     server.close()
 
