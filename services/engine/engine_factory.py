@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from meshrl.common.api.engine import Engine
-from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError, MeshError
 from meshrl.common.generation.builtin.engine_builder import (
     BUILD_TIMEOUT_S,
     BuiltinEngine,
@@ -45,7 +46,12 @@ async def create_engine(mesh: Mesh, data: JobData, placement: Placement) -> Toke
     if data.config.rollout.engine == "sglang":
         degree = 1 if pace else placement.ranks
         report = await _announce_start(mesh, placement)
-        return await _create_sglang_engine(mesh, data, placement.instance, degree, report)
+        try:
+            return await _create_sglang_engine(mesh, data, placement.instance, degree, report)
+        except BaseException:
+            with suppress(MeshError):
+                await mesh.leave()  # else a successor waits until the announced name expires
+            raise
     if placement.ranks > 1 and not pace:
         raise ConfigError(
             f"the built-in engine uses one worker, and {placement.instance} has {placement.ranks}",

@@ -126,28 +126,36 @@ class SGLangServer:
         return server
 
     async def launch(self) -> None:
-        """Start the process, for the first time or after `end`, and wait until it is ready."""
+        """Start the process, for the first time or after `end`, and wait until it is ready.
+
+        After any error it has ended.
+        """
         assert self._ports is not None
         write_secrets(self.launch_config.secrets_file, self.name, self._key)
+        log_file = self.launch_config.log_file
+        log_bytes = log_file.stat().st_size if log_file.exists() else 0
         self._child = self._host.spawn(
             self.launch_config.build_command(self._ports),
             name="sglang",
             env=self.launch_config.build_environment(),
-            log=self.launch_config.log_file,
+            log=log_file,
             options=SpawnOptions(own_session=True),
         )
         try:
-            await self._wait_until_ready()
+            await self._wait_until_ready(log_bytes)
             await self._check_server(self._weights)
+        except BaseException:  # the next launch needs its ports and its memory
+            await self.end()
+            raise
         finally:
             self.launch_config.secrets_file.unlink(missing_ok=True)
             self.start_text = ""
 
-    async def _wait_until_ready(self) -> None:
-        processes = ServerProcesses(self.child.pid)
-        progress = StartProgress(
-            self.clock, self.launch_config.log_file, processes.measure, self._limits
-        )
+    async def _wait_until_ready(self, log_bytes: int) -> None:
+        """Wait until it answers; `log_bytes`: size of its log before this start."""
+        measure = ServerProcesses(self.child.pid).measure
+        log_file = self.launch_config.log_file
+        progress = StartProgress(self.clock, log_file, measure, self._limits, log_bytes)
         observed_s = self.clock.monotonic()
         while True:
             if (code := self.child.poll()) is not None:
@@ -165,7 +173,10 @@ class SGLangServer:
                 self._report(progress.text, [progress.output_bytes, progress.cpu_s // 1])
                 if reason := progress.explain_failure():
                     raise DeadlineExceeded(
-                        f"{reason}: {self.read_log_tail()}", where=str(self.launch_config.log_file)
+                        f"{reason}: {self.read_log_tail()}",
+                        where=str(self.launch_config.log_file),
+                        fix="Read the log; change SGLang's flags in rollout.sglang_options, or "
+                        "start again: compiled kernels are kept",
                     )
             await self.clock.sleep(POLL_S)
 
@@ -269,10 +280,12 @@ class SGLangServer:
         """End the process, and release all that it had."""
         if self._log_bounder is not None:
             self._log_bounder.stop()
-        await self.http.close()
-        await self.end()
-        if self._ports is not None:
-            self._ports.release()
+        try:
+            await self.end()
+        finally:  # of a cancellation too
+            if self._ports is not None:
+                self._ports.release()
+            await self.http.close()
 
 
 def _check_launch(launch_config: LaunchConfig) -> None:

@@ -97,11 +97,15 @@ class StartProgress:
         log_file: Path,
         measure: Callable[[], tuple[float, set[str]]],
         limits: StartLimits,
+        log_bytes: int = 0,
     ) -> None:
-        """Begin to watch; `measure` is that of `ServerProcesses`."""
+        """Begin to watch.
+
+        `measure` is that of `ServerProcesses`. `log_bytes`: size of the log before the start.
+        """
         self._clock, self._log_file, self._measure, self._limits = clock, log_file, measure, limits
         self._began_s = self._observed_s = self._news_s = clock.monotonic()
-        self._offset = 0  # read bytes of the log
+        self._offset = log_bytes  # bytes of the log that were read, or are of earlier starts
         self._rest = ""  # its last line, which may be incomplete
         self._stage, self._count, self._compiler = "importing its modules", "", ""
         self._has_compiled = False

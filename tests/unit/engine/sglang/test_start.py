@@ -17,6 +17,7 @@ from meshrl.common.hardware.gpus.visibility import CUDA_ENV
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.engine.sglang import ports
 from meshrl.services.engine.sglang.devices import VisibleDevices
+from meshrl.services.engine.sglang.http_client import HttpClient
 from meshrl.services.engine.sglang.launch_config import LaunchConfig, write_model_config
 from meshrl.services.engine.sglang.ports import PortBlock
 from meshrl.services.engine.sglang.server import SGLangServer
@@ -172,10 +173,10 @@ LOG = (
 class Watched:
     """Start with a log, processes and a clock that a test advances."""
 
-    def __init__(self, directory: Path, limits: StartLimits) -> None:
+    def __init__(self, directory: Path, limits: StartLimits, log_bytes: int = 0) -> None:
         self.clock, self.log = ManualClock(), directory / "sglang.log"
         self.used_s, self.names = 0.0, {"python"}
-        self.progress = StartProgress(self.clock, self.log, self.measure, limits)
+        self.progress = StartProgress(self.clock, self.log, self.measure, limits, log_bytes)
 
     def measure(self) -> tuple[float, set[str]]:
         return self.used_s, self.names
@@ -207,6 +208,13 @@ def test_rotated_log_is_read_from_its_beginning(watched: Watched) -> None:
     watched.log.write_text("")
     watched.pass_time(1.0, LOG[1][0])
     assert watched.progress.text == LOG[1][1]
+
+
+def test_log_of_an_earlier_start_is_no_progress(tmp_path: Path) -> None:
+    (tmp_path / "sglang.log").write_text(earlier := LOG[-2][0])
+    watched = Watched(tmp_path, StartLimits(total_s=300.0), len(earlier))
+    assert not watched.pass_time(1.0, LOG[0][0])
+    assert watched.progress.text == LOG[0][1] and watched.progress.deadline_s == 300.0
 
 
 def test_stalled_start_fails_before_a_slow_one(watched: Watched) -> None:
@@ -263,6 +271,22 @@ async def test_start_reports_its_progress_and_ends_at_its_limit(tmp_path: Path) 
             on_progress=lambda text, numbers: reports.append(text),
         )
     assert reports and not processes_below(launch.model_directory)
+
+
+async def test_failed_launch_ends_its_process(tmp_path: Path) -> None:
+    """A restart after a sleep that fails must leave the ports to the next one."""
+    launch = LaunchConfig(create_interpreter(tmp_path, SILENT), tmp_path / "engine", 4, 64)
+    write_model_config(launch, TINY)
+    block = PortBlock.reserve()
+    http = HttpClient(f"http://127.0.0.1:{block.http}", 4)
+    server = SGLangServer(launch, http, "mine", "key", SystemHost(), SystemClock())
+    server._ports = block
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded, match="not ready within 0 s") as error:
+            await server.launch()
+        assert "Read the log" in error.value.fix
+        assert not processes_below(launch.model_directory)
+    await server.stop()
 
 
 async def test_occupied_ports_are_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
