@@ -174,8 +174,10 @@ class NativeCompute:
         shape = f"{config.num_layers}, 2, blocks, {heads}, {BLOCK_TOKENS} x {self._width}"
         self.cache_layout = f"native, {item} bytes an item [{shape}]"
         self.cache_bytes_per_token: int = 2 * config.num_layers * heads * self._width * item
-        embedding = config.vocab_size * config.hidden_size  # float32, and a copy if it is tied
-        self.weights_bytes = item * config.num_parameters + 4 * embedding
+        # The embedding is in float32, beside an unembedding of its own even if they are tied.
+        embedding = config.vocab_size * config.hidden_size
+        rest = config.num_parameters - (0 if config.tie_embeddings else embedding)
+        self.weights_bytes = item * rest + 4 * embedding
         positions = slots.max_length
         rope = build_rope_table(config, positions).contiguous()
         shape_struct = _ShapeStruct(

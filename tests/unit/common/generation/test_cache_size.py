@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from meshrl.common.generation.builtin.engine_builder import build_engine
 from meshrl.common.generation.builtin.free_memory import measure_free_bytes
 from meshrl.common.generation.engine_contract import GenerationRequest
 from meshrl.common.job.cache_memory import CacheMemory
+from meshrl.common.job.memory.generation import count_weight_bytes
 from meshrl.common.model.architecture.config import ModelConfig
 from tests.unit.common.generation.engines_under_test import (
     TINY,
@@ -68,6 +70,14 @@ def measure_tiny(path: str) -> tuple[int, int]:
     compute = engine._compute
     workspace_bytes = estimate_workspace_bytes(TINY, 4, 128, 4, "cpu")
     return BLOCK_TOKENS * engine.cache_bytes_per_token, compute.weights_bytes + workspace_bytes
+
+
+@pytest.mark.needs("compiler")
+@pytest.mark.parametrize("tied", [False, True])
+def test_native_engine_has_the_weights_of_the_plan_of_a_job(tied: bool) -> None:
+    config = replace(TINY, tie_embeddings=tied)
+    compute = build_engine(config, 1, 64, backend="native")._compute
+    assert compute.weights_bytes == count_weight_bytes(config, 4, is_native=True)
 
 
 def test_large_model_takes_a_share_of_a_gpu_instead_of_all_slots() -> None:
