@@ -309,6 +309,7 @@ class Learner:
             self._working_copy.refresh()
 
     def _allocate_gradient(self) -> Tensor:
+        self.free_gradients()  # parameters still reference the last one
         gradient = torch.zeros(self.parameter_count, device=self._parameters[0].device)
         sizes = [parameter.numel() for parameter in self._parameters]
         pairs = zip(self._parameters, torch.split(gradient, sizes), strict=True)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.encoding import blob
@@ -230,6 +231,30 @@ def test_gradient_addition_keeps_few_gradients_in_memory() -> None:
     total, stats = sum_gradients(results())
     assert total.tolist() == [10.0] * 3 and stats.tokens == 5
     assert most == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_release_a_gradient_before_the_next_one(dtype: torch.dtype) -> None:
+    own = Learner(Decoder(MODEL), OptimizerConfig(), AlgorithmConfig(), dtype=dtype)
+    (bin,) = make_bins(sequences(1), 2560)
+    released = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.zeros and args == (own.parameter_count,):
+                copy = own._working_copy
+                released.append(
+                    all(p.grad is None for p in own.model.parameters())
+                    and (copy is None or not copy._sums)
+                )
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        for _ in range(2):
+            own.compute_gradient(bin)
+    assert released == [True, True]
 
 
 def gradients(count: int) -> list[torch.Tensor]:
