@@ -189,12 +189,12 @@ class AdamW:
     def mean(self) -> Tensor:
         """First moments. Moments take memory at their first use: hybrids never use them."""
         device = self._spans[0].parameter.device if self._spans else None
-        return torch.zeros(sum(self._sizes), device=device)
+        return _create_once(self, "mean", torch.zeros(sum(self._sizes), device=device))
 
     @cached_property
     def square(self) -> Tensor:
         """Second moments."""
-        return torch.zeros_like(self.mean)
+        return _create_once(self, "square", torch.zeros_like(self.mean))
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
         if not self._spans:
@@ -242,7 +242,8 @@ class Muon:
     def momentum(self) -> Tensor:
         """Momentum of all matrices, which takes memory at its first use."""
         first = self._spans[0]
-        return torch.zeros(len(self._spans), *first.shape, device=first.parameter.device)
+        zeros = torch.zeros(len(self._spans), *first.shape, device=first.parameter.device)
+        return _create_once(self, "momentum", zeros)
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
         lr = self.lr * lr_factor
@@ -263,6 +264,16 @@ class Muon:
     def get_state(self) -> dict[str, Tensor]:
         moments = zip(self._spans, self.momentum, strict=True)
         return {f"muon.momentum.{part.name}": momentum for part, momentum in moments}
+
+
+def _create_once(owner: object, name: str, created: Tensor) -> Tensor:
+    """Return the cached property `name` if another thread has created it meanwhile, else `created`.
+
+    The event loop may read sizes during the first step, and `cached_property` has no lock since
+    Python 3.12.
+    """
+    found: Tensor = vars(owner).setdefault(name, created)
+    return found
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

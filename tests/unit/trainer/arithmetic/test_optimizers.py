@@ -1,5 +1,7 @@
 """Optimizers compared with those of PyTorch."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -155,6 +157,20 @@ def test_loaded_state_allocates_no_memory() -> None:
     after = optimizer.get_state()
     assert moments and all(t.data_ptr() == after[n].data_ptr() for n, t in moments.items())
     assert all(torch.equal(t, after[n]) for n, t in moments.items()), "it shows what is there now"
+
+
+def test_threads_share_the_moments_that_one_of_them_creates() -> None:
+    for _ in range(20):
+        optimizer = Optimizer(Model(), CONFIG)
+        barrier = Barrier(4)
+
+        def read(optimizer: Optimizer = optimizer, barrier: Barrier = barrier) -> list[int]:
+            barrier.wait()
+            return [tensor.data_ptr() for tensor in optimizer.get_tensors().values()]
+
+        with ThreadPoolExecutor(4) as threads:
+            found = [one.result() for one in [threads.submit(read) for _ in range(4)]]
+        assert all(one == found[0] for one in found)
 
 
 @pytest.mark.parametrize(
