@@ -256,8 +256,7 @@ class Hybrid(StatelessSleeper, Actor):
         self._block = None
         await self._finish_sending()
         self._sent_block = block
-        total = await self._run_blocking(block.gradients.close(getattr(torch, block.dtype)).cpu)
-        block.gradients.total = None
+        total = await self._run_blocking(_move_sum_to_host, block)
         self._sending = asyncio.create_task(self._transfer_block(block, total), name="gradient")
 
     async def _finish_sending(self) -> None:
@@ -353,3 +352,10 @@ class Hybrid(StatelessSleeper, Actor):
 
     async def _run_blocking(self, work: Callable[..., T], *args: Any) -> T:
         return await self.mesh.host.run_blocking(work, *args, deadline_s=COMPUTE_TIMEOUT_S)
+
+
+def _move_sum_to_host(block: LeasedBlock) -> Tensor:
+    """Return the rounded sum of a block in host memory; free it on the accelerator."""
+    total = block.gradients.close(getattr(torch, block.dtype)).cpu()
+    block.gradients.total = None
+    return total
