@@ -146,6 +146,7 @@ class SleepingRows:
 
 TIER_TIMEOUT_S = 600.0  # for rank 0 to bring all ranks to a tier
 POLL_S = 0.05  # between two checks of the tier
+FETCH_TIMEOUT_S = STATE_TRANSFER_TIMEOUT_S - 60.0  # for this rank's rows of a hybrid's gradient
 DISCARD_TIMEOUT_S = 10.0  # for rank 0 to order, after that, that offloaded state may be discarded
 
 
@@ -284,9 +285,11 @@ class RankActor(Actor):
         self._check_generation(order.generation)
         fetched_rows = self._fetched_rows  # of this step
         try:
-            fetched_rows[order.transfer_id] = await fetch_gradient(
-                self._mesh, self._bulk, order.hybrid, order.chunks, order.element_count
-            )
+            # Below the deadline of this call, which would end the gang for a slow hybrid.
+            async with self._mesh.clock.timeout(FETCH_TIMEOUT_S, "fetching a hybrid's gradient"):
+                fetched_rows[order.transfer_id] = await fetch_gradient(
+                    self._mesh, self._bulk, order.hybrid, order.chunks, order.element_count
+                )
         except MeshError as error:  # the core computes the rounds of the hybrid
             return describe_fault(error)
         return orders.RankFault()
