@@ -218,6 +218,7 @@ class Rank:
         listener: socket.socket | None = None,
     ) -> None:
         """Join the group; `create_model` comes next, and its weights must then be loaded."""
+        self.leave()  # a model that was still being created when its group was left
         about = self.rank, self.ranks, self._device, interface, listener
         self._formed = join_group(rendezvous, *about), rendezvous
 
