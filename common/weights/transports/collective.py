@@ -198,8 +198,9 @@ class CollectiveTransport:
             receiving = (run(part.run, store, deadline_s=BROADCAST_TIMEOUT_S) for part in parts)
             await asyncio.gather(*receiving)
         finally:
+            stopping = (run(part.stop, deadline_s=STOP_TIMEOUT_S) for part in parts)
+            await asyncio.gather(*stopping, return_exceptions=True)
             for part in parts:
-                await run(part.stop, deadline_s=STOP_TIMEOUT_S)
                 mesh.telemetry.count("chunks_fetched", part.received_chunks)
                 mesh.telemetry.count("chunks_fetched_bytes", part.received_bytes)
                 mesh.telemetry.count("chunks_damaged", part.corrupt_chunks)
