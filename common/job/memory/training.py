@@ -85,7 +85,7 @@ class TrainedModel:
         """Settings of a pass over one full bin."""
         training = self.config.training
         return PassSettings(
-            max(training.bin_tokens, self.config.rollout.max_tokens),
+            min(max(training.bin_tokens, self.config.rollout.max_tokens), self.update_tokens),
             training.dtype,
             self.config.mesh.device,
             training.activation_checkpointing,
@@ -115,12 +115,22 @@ class TrainedModel:
             found.append((MUON_COPIES if ranks == 1 else SHARDED_MUON_COPIES) * batch + grams)
         return FLOAT_BYTES * max(found)
 
-    def has_several_rounds(self, bins_per_round: int) -> bool:
-        """Return True if a step may have more than one round, whose gradients are summed."""
+    @property
+    def update_tokens(self) -> int:
+        """Maximum tokens of an update."""
         algorithm = self.config.algorithm
-        trajectories = algorithm.groups_per_step * algorithm.group_size
-        tokens = trajectories * self.config.rollout.max_tokens / algorithm.updates
-        return tokens > bins_per_round * self.config.training.bin_tokens
+        groups = -(-algorithm.groups_per_step // algorithm.updates)
+        return groups * algorithm.group_size * self.config.rollout.max_tokens
+
+    def has_several_rounds(self, bins_per_round: int) -> bool:
+        """Return True if an update may have more than one round, whose gradients are summed."""
+        return self.update_tokens > bins_per_round * self.config.training.bin_tokens
+
+    def count_sums(self, bins_per_round: int) -> int:
+        """Return the sums of gradients beside that of a round: of the step, and of a block."""
+        block_rounds = self.config.training.block_rounds  # 0: more than 1 only beside hybrids
+        has_blocks = block_rounds > 1 and self.has_several_rounds(block_rounds * bins_per_round)
+        return self.has_several_rounds(bins_per_round) + has_blocks
 
 
 def plan_core(
@@ -137,12 +147,14 @@ def plan_core(
 
 def plan_hybrid(config: JobConfig, shape: ModelConfig, count: int) -> ProcessMemory:
     """Return the bytes of a hybrid: a core of one rank without moments and updates."""
-    model = TrainedModel(config, shape)
+    model, training = TrainedModel(config, shape), config.training
+    # Of a bin, of the round's bins (one for each rank of the core), and of the block's rounds.
+    gradients = 1 + (training.ranks > 1) + (training.block_rounds != 1)
     return ProcessMemory(
         process="hybrid",
         count=count,
         **_hold_model(model),
-        gradients=2 * FLOAT_BYTES * model.trained,  # of the round, and of its next bin
+        gradients=gradients * FLOAT_BYTES * model.trained,
         activations=model.estimate_pass_bytes(),
         context=CONTEXT_BYTES[config.mesh.device],
     )
@@ -156,7 +168,7 @@ def _hold_model(model: TrainedModel) -> dict[str, int]:
 
 
 def _plan_single_rank(model: TrainedModel) -> ProcessMemory:
-    gradients = 2 if model.has_several_rounds(1) else 1  # the sum, and the current round's
+    gradients = 1 + model.count_sums(1)
     return ProcessMemory(
         process="core",
         **_hold_model(model),
@@ -187,7 +199,7 @@ def _plan_sharded_rank(model: TrainedModel, max_unsharded_bytes: int) -> Process
     # A narrower gradient has a float32 copy that is reduced.
     part_bytes = part * (FLOAT_BYTES + (width if width < FLOAT_BYTES else FLOAT_BYTES))
     row = FLOAT_BYTES * model.trained // ranks
-    sums = row * model.has_several_rounds(ranks)
+    sums = row * model.count_sums(ranks)
     weights = width * gathered
     # A gradient's rows are collected in the course of a pass, and then copied into one tensor.
     during_pass = weights + sums + model.estimate_pass_bytes(part_bytes)

@@ -80,7 +80,8 @@ async def test_job_larger_than_any_accelerator_is_rejected_before_writing_files(
         await state.close()
     async with Client(held_mesh.root) as client:
         with pytest.raises(Refused, match=r"core needs at least .*largest accelerator") as raised:
-            await client.submit(job, [f'out="{out}"', "training.bin_tokens=99999"])
+            many = "training.bin_tokens=99999", "algorithm.groups_per_step=1000"
+            await client.submit(job, [f'out="{out}"', *many])
         assert "training.bin_tokens = " in raised.value.fix
         assert not out.exists()
         await client.submit(job, [f'out="{out}"'])
