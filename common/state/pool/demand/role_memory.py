@@ -47,7 +47,13 @@ def derive_role_memory(document: Mapping[str, Any], device: str = "") -> RoleMem
 
 @lru_cache(MAX_CACHED_JOBS)
 def _plan_role_memory(text: str) -> RoleMemory:
-    tables, described = json.loads(text)
+    try:
+        return _plan_described_models(*json.loads(text))
+    except (ArithmeticError, AttributeError, ConfigError, KeyError, TypeError, ValueError):
+        return RoleMemory()  # an impossible model, such as one of no heads: its reader reports it
+
+
+def _plan_described_models(tables: dict[str, Any], described: Mapping[str, Any]) -> RoleMemory:
     config = JobConfig.from_document(tables)
     models = _read_models(config, described)
     if models is None:
@@ -72,10 +78,7 @@ def _read_models(config: JobConfig, described: Mapping[str, Any]) -> JobModels |
         given.setdefault("trained", config.model.config)
     if "trained" not in given:
         return None
-    try:
-        shapes = {role: ModelConfig.from_hf(about) for role, about in given.items()}
-    except (ConfigError, KeyError, TypeError, ValueError):
-        return None  # whatever reads the model reports it
+    shapes = {role: ModelConfig.from_hf(about) for role, about in given.items()}
     if max(shape.num_layers for shape in shapes.values()) > MAX_LAYERS:
         return None
     trained = shapes["trained"]

@@ -129,6 +129,28 @@ def test_state_of_a_core_is_that_of_its_learner(algorithm: str, changes: dict[st
     )
 
 
+def test_bin_has_at_most_the_tokens_of_an_update() -> None:
+    algorithm = AlgorithmConfig(group_size=4, groups_per_step=2)
+    many = JobConfig(algorithm=algorithm, training=TrainingConfig(bin_tokens=1 << 20))
+    exact = replace(many, training=TrainingConfig(bin_tokens=8 * many.rollout.max_tokens))
+    assert training.plan_core(many, DENSE) == training.plan_core(exact, DENSE)
+
+
+def test_blocks_and_ranks_add_sums_of_gradients() -> None:
+    def count(**changes: int) -> tuple[int, int]:
+        config = JobConfig(training=TrainingConfig(**changes))
+        [core] = training.plan_core(config, DENSE)
+        hybrid = training.plan_hybrid(config, DENSE, 1)
+        size = 4 * DENSE.num_parameters
+        return round(core.gradients * config.training.ranks / size), hybrid.gradients // size
+
+    assert count(block_rounds=1) == (2, 1)
+    assert count(block_rounds=4) == (3, 2)
+    assert count(block_rounds=100) == (2, 2), "the update is one block"
+    assert count(block_rounds=1, ranks=2) == (2, 2)
+    assert count(block_rounds=0, ranks=2) == (2, 3)
+
+
 def test_only_a_large_model_is_gathered_by_layer() -> None:
     config = JobConfig(training=TrainingConfig(ranks=8, dtype="bfloat16"))
     [small], [large] = training.plan_core(config, DENSE), training.plan_core(config, QWEN3_8B)
@@ -200,7 +222,15 @@ def test_admission_uses_the_same_bytes() -> None:
 
 @pytest.mark.parametrize(
     "models",
-    [{"trained": {"model_type": "none"}}, {"trained": 3}, [], {"trained": {"hidden_size": "x"}}],
+    [
+        {"trained": {"model_type": "none"}},
+        {"trained": 3},
+        [],
+        {"trained": {"hidden_size": "x"}},
+        {"trained": DENSE.to_hf() | {"num_attention_heads": 0}},
+        {"trained": DENSE.to_hf() | {"num_hidden_layers": 0}},
+        {"trained": DENSE.to_hf() | {"rope_scaling": 1}},
+    ],
 )
 def test_unreadable_descriptions_of_models_leave_the_bytes_unknown(models: object) -> None:
     document = JobConfig().to_document() | {"bundle": {"models": models}}
