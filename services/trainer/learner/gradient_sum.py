@@ -12,6 +12,8 @@ from torch import Tensor
 
 from meshrl.common.base.errors import Refused
 
+PIECE_NUMBERS = 1 << 24  # of a block's sum that are copied from host memory at a time
+
 
 class BlockSum:
     """Sum of a block's first rounds."""
@@ -37,9 +39,13 @@ class GradientSum:
     Threads may add different blocks at the same time: a sum is added by the thread that pops it.
     """
 
-    def __init__(self, block_rounds: int = 1, dtype: torch.dtype = torch.float32) -> None:
-        """Create the sum of blocks of `block_rounds` rounds, each rounded to `dtype`."""
-        self._block_rounds, self._dtype = block_rounds, dtype
+    def __init__(
+        self, block_rounds: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        """Create the sum, on `device`, of blocks of `block_rounds` rounds, each rounded to
+        `dtype`.
+        """
+        self._block_rounds, self._dtype, self._device = block_rounds, dtype, device
         self._sum: Tensor | None = None
         self._added_blocks = 0
         self._first_calls: dict[int, object] = {}  # the call that added a round first
@@ -64,7 +70,10 @@ class GradientSum:
             self._close(block)
 
     def add_block(self, block: int, total: Tensor) -> None:
-        """Add the sum of a block that another process has computed, in place of its rounds."""
+        """Add the sum of a block that another process has computed, in place of its rounds.
+
+        In host memory it takes none of the device while an earlier block is missing.
+        """
         if self._is_first_call(block * self._block_rounds):
             self._append(block, total.to(self._dtype))
 
@@ -97,5 +106,10 @@ class GradientSum:
     def _append(self, block: int, total: Tensor) -> None:
         self._pending[block] = total
         while (following := self._pending.pop(self._added_blocks, None)) is not None:
-            self._sum = following.float() if self._sum is None else self._sum.add_(following)
+            if self._sum is None:
+                self._sum = following.to(self._device, torch.float32)
+            else:
+                pieces = self._sum.split(PIECE_NUMBERS), following.split(PIECE_NUMBERS)
+                for piece, more in zip(*pieces, strict=True):
+                    piece.add_(more.to(piece.device))
             self._added_blocks += 1

@@ -195,7 +195,7 @@ class Rank:
         self._state_bytes = state_bytes
         self._formed: tuple[DeviceMesh, Rendezvous] | None = None
         self._learner: Learner | None = None
-        self._gradients = GradientSum()
+        self._gradients = GradientSum(device=device)
 
     @classmethod
     def for_single_rank(cls, learner: Learner) -> Rank:
@@ -243,7 +243,7 @@ class Rank:
         leave_group()
 
     def begin_step(self, block_rounds: int = 1, gradient_dtype: str = "float32") -> None:
-        self._gradients = GradientSum(block_rounds, getattr(torch, gradient_dtype))
+        self._gradients = GradientSum(block_rounds, getattr(torch, gradient_dtype), self._device)
 
     def compute_round(self, index: int, bins: Sequence[Bin]) -> list[BinStats]:
         """Return the statistics of this rank's bins; retain its rows of the round's gradient."""
@@ -257,7 +257,7 @@ class Rank:
         gradients = self._gradients
 
         def add(block: int, rows: NDArray[np.float32]) -> None:
-            gradients.add_block(block, torch.from_numpy(rows).to(self._device))
+            gradients.add_block(block, torch.from_numpy(rows))
 
         return add
 

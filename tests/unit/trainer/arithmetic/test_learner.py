@@ -288,6 +288,16 @@ def test_incomplete_block_is_rejected() -> None:
     assert torch.equal(gradient_sum.get_total(3), torch.full((3,), 3.0))
 
 
+def test_sums_of_hybrids_take_no_memory_of_the_device_before_their_turn() -> None:
+    gradient_sum = GradientSum(device="meta")
+    for block in (2, 1):
+        gradient_sum.add_block(block, torch.ones(3))
+    assert {tensor.device.type for tensor in gradient_sum.get_tensors().values()} == {"cpu"}
+    gradient_sum.add_block(0, torch.ones(3))
+    assert list(gradient_sum.get_tensors()) == ["sum"]
+    assert gradient_sum.get_total(3).device.type == "meta"
+
+
 def test_threads_add_each_round_once() -> None:
     with ThreadPoolExecutor(4) as threads:
         for _ in range(50):
