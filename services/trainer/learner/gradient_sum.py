@@ -109,7 +109,7 @@ class GradientSum:
             if self._sum is None:
                 self._sum = following.to(self._device, torch.float32)
             else:
-                pieces = self._sum.split(PIECE_NUMBERS), following.split(PIECE_NUMBERS)
-                for piece, more in zip(*pieces, strict=True):
+                pieces = torch.split(self._sum, PIECE_NUMBERS)
+                for piece, more in zip(pieces, torch.split(following, PIECE_NUMBERS), strict=True):
                     piece.add_(more.to(piece.device))
             self._added_blocks += 1

@@ -138,7 +138,7 @@ def test_bin_has_at_most_the_tokens_of_an_update() -> None:
 
 def test_blocks_and_ranks_add_sums_of_gradients() -> None:
     def count(**changes: int) -> tuple[int, int]:
-        config = JobConfig(training=TrainingConfig(**changes))
+        config = JobConfig(training=TrainingConfig(**changes))  # type: ignore[arg-type]
         [core] = training.plan_core(config, DENSE)
         hybrid = training.plan_hybrid(config, DENSE, 1)
         size = 4 * DENSE.num_parameters
