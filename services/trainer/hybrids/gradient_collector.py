@@ -181,16 +181,17 @@ class GradientCollector:
         if self.is_asleep:
             self._release_rounds(result.instance)
             raise Refused("the core sleeps", where=self._mesh.name, fix="Request a round again")
+        stats = BinStats(**result.stats)  # malformed ones fail before the block is claimed
         self._count_time(result.instance, result.busy_s)
         if not work.board.claim_result(result.block, result.instance, result.rounds):
             return
-        arrival = asyncio.create_task(self._add_block(work, result))
+        arrival = asyncio.create_task(self._add_block(work, result, stats))
         arrival.add_done_callback(consume_exception)
         work.arrivals.add(arrival)
         arrival.add_done_callback(work.arrivals.discard)
         await asyncio.shield(arrival)
 
-    async def _add_block(self, work: UpdateRounds, result: BlockResult) -> None:
+    async def _add_block(self, work: UpdateRounds, result: BlockResult, stats: BinStats) -> None:
         clock = self._mesh.clock
         began = clock.monotonic() - self.measure_idle_s()
         try:
@@ -203,7 +204,7 @@ class GradientCollector:
             transfer_s = result.staged_s + clock.monotonic() - self.measure_idle_s() - began
             self.transfer_s = _average(self.transfer_s, max(0.0, transfer_s))
             self._hybrid_round_s = _average(self._hybrid_round_s, result.busy_s / result.rounds)
-            work.stats[result.block] = BinStats(**result.stats)
+            work.stats[result.block] = stats
             work.board.complete_block(result.block)
         finally:
             self._round_available.set()

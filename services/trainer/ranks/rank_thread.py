@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshrl.common.base.errors import DeadlineExceeded, MeshError, RankLost
+from meshrl.common.base.errors import MeshError, RankLost
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.serial_executor import (
     STUCK_EXIT_STATUS,
@@ -73,7 +73,8 @@ class RankThread(SerialExecutor):
     async def leave(self, leave: Callable[[], None]) -> None:
         """Run `leave`, which ends the group, beside current work; concurrent calls share a run.
 
-        The process exits if the groups cannot be aborted, for example because a device hangs.
+        The process exits if the groups cannot be aborted, for example because a device hangs: it
+        could not join another group.
         """
         if self._leave_task is None or self._leave_task.done():
             self._leave_count += 1
@@ -82,7 +83,7 @@ class RankThread(SerialExecutor):
             self._leave_task.add_done_callback(consume_exception)
         try:
             await asyncio.shield(self._leave_task)
-        except DeadlineExceeded as error:
+        except Exception as error:
             self._mesh.host.exit(STUCK_EXIT_STATUS, f"aborting the group: {error}", error)
 
 
