@@ -92,7 +92,9 @@ def test_answer_without_json_is_a_server_error() -> None:
     http = served.server().http
     with pytest.raises(RemoteFailure, match="/docs did not answer with JSON"):
         http.call("GET", "/docs", deadline_s=scaled(20.0))
-    assert "no JSON" in http.spawn(http.probe("/docs", scaled(20.0))).result(scaled(20.0))
+    assert "not answer with JSON" in http.spawn(http.probe("/docs", scaled(20.0))).result(
+        scaled(20.0)
+    )
 
 
 def test_slots_longer_than_the_models_positions_are_rejected(tmp_path: Path) -> None:

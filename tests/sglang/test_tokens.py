@@ -100,10 +100,10 @@ def filter_as_sglang(how: dict[str, float], probability: np.ndarray) -> set[int]
 def test_logprobs_are_of_the_sampling_distribution(how: dict[str, float]) -> None:
     """Mix greedy and plain requests into the batch, whose log-probabilities are the model's."""
     requests = [
-        request(i, CONTEXT, max_new=1, unmodified=True, **how if i % 3 else {})  # type: ignore[arg-type]
+        request(i, CONTEXT, max_new=1, wants_raw_logprobs=True, **how if i % 3 else {})  # type: ignore[arg-type]
         for i in range(240)
     ]
-    requests.append(request(999, CONTEXT, max_new=1, unmodified=True, temperature=0.0))
+    requests.append(request(999, CONTEXT, max_new=1, wants_raw_logprobs=True, temperature=0.0))
     heard = Listener(served.engine(48)).run(*requests)
     probability = model_probabilities(CONTEXT, how.get("temperature", 1.0))
     retained = filter_as_sglang(how, probability)
@@ -205,7 +205,7 @@ def test_sleep_and_wake_with_running_requests_lose_no_token() -> None:
     engine.sleep()
     had = engine.tokens_generated
     assert not engine.step() and engine.tokens_generated == had
-    with pytest.raises(Refused, match="rests"):
+    with pytest.raises(Refused, match="asleep"):
         engine.score(np.array([1, 2, 3], np.int32))
     engine.wake(decoder(0).state_dict(), 0)
     assert {i: h.tokens for i, h in listener.run().items()} == expected()

@@ -226,7 +226,7 @@ class SGLangEngine(WithoutCacheTransfer):
             self.version = version
             return
         self._pause_server()
-        self._load_weights(state, version)
+        self._load_weights(state, version, flush=self._server_info.recompute_on_update)
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
         if not self._is_asleep:
@@ -237,7 +237,7 @@ class SGLangEngine(WithoutCacheTransfer):
         self._pause_server()
         self._control.resume_memory()
         self._is_asleep = False
-        self._load_weights(state, version)
+        self._load_weights(state, version, flush=True)
 
     @property
     def server_transport(self) -> dict[str, Any] | None:
@@ -284,10 +284,9 @@ class SGLangEngine(WithoutCacheTransfer):
             self._control.resume()
             self._send_waiting()
 
-    def _load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+    def _load_weights(self, state: Mapping[str, Tensor], version: int, *, flush: bool) -> None:
         theirs = ServerTensors(self._config, state)
         with quarantine_on_error(version, self.quarantine):
-            flush = self._server_info.recompute_on_update
             left_s, config = self._control.load_weights(theirs, version, flush), self._config
             if self._server_info.read_back and (
                 odd := self._control.find_differing(config, theirs, left_s)

@@ -403,7 +403,8 @@ def test_update_withdraws_requests_with_all_their_tokens(
     keys = [body["extra_key"] for body in bodies(bench, v0_5.GENERATE)]
     assert len(keys) == 4 and keys[0] == keys[1] and keys[2] == keys[3]
     assert (keys[0] != keys[2]) == recompute  # the key of the caches that they may use
-    assert bodies(bench, v0_5.FROM_DISK)[-1]["flush_cache"] == recompute
+    first_load, update = (body["flush_cache"] for body in bodies(bench, v0_5.FROM_DISK))
+    assert first_load and update == recompute  # an earlier engine may have used the same keys
     bench.close()
 
 
