@@ -46,6 +46,12 @@ class DeadlineExceeded(MeshError):
     retryable = True
 
 
+class StillStarting(DeadlineExceeded):
+    """Error raised while a start makes progress, which ends by its own limit."""
+
+    code = "still_starting"
+
+
 class PeerLost(MeshError):
     """Error raised when the callee's process has exited; it may have acted."""
 

@@ -66,6 +66,7 @@ class Counterpart:
         self.ends = self.ended = False
         self.takes_steps = math.inf  # steps with a request at work before it waits for another
         self._stepped = 0
+        self.loses = ""  # path of calls that it handles, and whose answers are lost
         self.deaf = False  # it answers 500 to a pause, and continues
         self.engine = built_in("eager", slots, max_length)
         self.theirs = dict(state_to_hf(TINY, decoder().state_dict()))
@@ -111,6 +112,8 @@ class Counterpart:
         if request.method == "POST":
             self.calls.append((request.path, await request.json()))
         answer: web.StreamResponse = await handler(request)
+        if request.path == self.loses and request.transport is not None:
+            request.transport.abort()
         return answer
 
     def get_exit_error(self) -> MeshError | None:

@@ -11,7 +11,13 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from meshrl.common.base.clock import Clock
-from meshrl.common.base.errors import MeshError, QuotaExceeded, StateUnavailable, StorageFull
+from meshrl.common.base.errors import (
+    MeshError,
+    QuotaExceeded,
+    StateUnavailable,
+    StillStarting,
+    StorageFull,
+)
 from meshrl.common.mesh.runtime.calls.waits import WaitTable
 
 T = TypeVar("T")
@@ -48,12 +54,17 @@ class RetryPolicy:
 
     def record_success(self) -> None:
         """Record a success: the failure is over."""
-        if self._failing_since is not None:
-            self._failing_since, self._wait = None, ("", "")
-            self._published_wait.close()
+        self._failing_since, self._wait = None, ("", "")
+        self._published_wait.close()
 
     def record_failure(self, error: MeshError) -> None:
-        """Record a failure and publish the wait; raise `error` once the loop must not continue."""
+        """Record a failure and publish the wait; raise `error` once the loop must not continue.
+
+        StillStarting is no failure, but only a wait.
+        """
+        if isinstance(error, StillStarting):
+            self._publish_wait(error, 0.0)
+            return
         now = self._clock.monotonic()
         outage = isinstance(error, OUTAGE_ERRORS)
         if self._failing_since is None:
@@ -66,13 +77,14 @@ class RetryPolicy:
         ):
             self._published_wait.close()
             raise error
+        self._publish_wait(error, now - self._failing_since)
+
+    def _publish_wait(self, error: MeshError, waited_s: float) -> None:
         waits, wait = CURRENT_WAITS.get(), describe_wait(error)
         if waits is not None and wait != self._wait:
             self._published_wait.close()
             self._wait = wait
-            self._published_wait.enter_context(
-                waits.wait(*wait, waits.compute_start(now - self._failing_since))
-            )
+            self._published_wait.enter_context(waits.wait(*wait, waits.compute_start(waited_s)))
 
     def close(self) -> None:
         """Withdraw the published wait."""

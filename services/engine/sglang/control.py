@@ -114,7 +114,7 @@ class ServerControl:
         """
         self.is_paused = False  # a pause was requested
         self._pause_confirmed = False  # the server has answered it
-        self.memory_released = False  # the server's memory is released
+        self.memory_released = False  # a release was requested, and no restoration since
         self.updates = 0
         self._http, self._watch, self.weights = http, watch, weights
         self.mark_alive = watch.mark_alive  # callable from any thread
@@ -152,20 +152,26 @@ class ServerControl:
         self.pause()
         if self._memory.forgets_state:
             self.weights.close()  # a new process is in no group of the old one
-        self._watch.is_suspended = self._memory.forgets_state
+        # Set before the call: if the answer is lost, the memory may be released all the same.
+        self.memory_released, self._watch.is_suspended = True, self._memory.forgets_state
         with self._watch.allow_grace():
             self._memory.release()
-        self.memory_released = True
 
     def begin_resume_memory(self) -> None:
         """Begin to restore the memory, without waiting for it."""
         if self.memory_released:
             self._memory.begin_resume()
 
+    def cancel_resume_memory(self) -> None:
+        """Release what `begin_resume_memory` has begun to restore."""
+        self._memory.cancel_resume()
+
     def resume_memory(self) -> None:
         """Restore the memory of a paused server, which stays paused."""
         if not self.memory_released:
             return
+        # SGLang crashes if it restores tags twice, and it restores them even if its answer is lost.
+        self.memory_released = self._memory.forgets_state
         with self._watch.allow_grace():
             self._memory.resume()
         self.memory_released = self._watch.is_suspended = False

@@ -68,6 +68,7 @@ class ServerInfo:
     read_back: bool = False
     recompute_on_update: bool = False  # drop caches of earlier weights
     restarts_for_sleep: bool = False  # its memory is released by ending its process
+    restart_limit_s: float = 0.0  # limit of its start after such a sleep
 
 
 class SGLangEngine(WithoutCacheTransfer):
@@ -131,6 +132,11 @@ class SGLangEngine(WithoutCacheTransfer):
     @property
     def num_preempted(self) -> int:
         return self.requests.preempted
+
+    @property
+    def wake_limit_s(self) -> float:
+        """Seconds that a wake may take before it loads weights."""
+        return self._server_info.restart_limit_s
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -202,7 +208,8 @@ class SGLangEngine(WithoutCacheTransfer):
         self._resume_server()
 
     def sleep(self) -> None:
-        if self._is_asleep:
+        if self._is_asleep and self._control.memory_released:
+            self._control.cancel_resume_memory()  # of a wake that was given up
             return
         if self._server_info.has_adapters and self._server_info.restarts_for_sleep:
             raise Refused(
@@ -379,6 +386,7 @@ def attach_engine(
         read_back=how.read_back,
         recompute_on_update=kv_on_update == "recompute",
         restarts_for_sleep=memory.forgets_state,
+        restart_limit_s=server.limits.longest_s if memory.forgets_state else 0.0,
     )
     requests = ServerRequests(
         server.http,

@@ -72,7 +72,7 @@ class SGLangServer:
         self._child: ChildProcess | None = None
         self._ports: PortBlock | None = None
         self._weights = "auto"
-        self._limits = StartLimits(0.0)
+        self.limits = StartLimits(0.0)  # of each start
         self._report: OnProgress = lambda text, progress: None
         self._log_bounder: Stoppable | None = None  # limits the size of the log
 
@@ -112,7 +112,7 @@ class SGLangServer:
         server = cls(launch_config, http, os.urandom(16).hex(), key, host, clock)
         server._ports, server._report = ports, on_progress
         server._weights = weights
-        server._limits = limits if deadline_s is None else replace(limits, total_s=deadline_s)
+        server.limits = limits if deadline_s is None else replace(limits, total_s=deadline_s)
         server._log_bounder = host.run_periodically(
             LOG_CHECK_INTERVAL_S,
             lambda: rotate_file_if_long(launch_config.log_file),
@@ -155,7 +155,7 @@ class SGLangServer:
         """Wait until it answers; `log_bytes`: size of its log before this start."""
         measure = ServerProcesses(self.child.pid).measure
         log_file = self.launch_config.log_file
-        progress = StartProgress(self.clock, log_file, measure, self._limits, log_bytes)
+        progress = StartProgress(self.clock, log_file, measure, self.limits, log_bytes)
         observed_s = self.clock.monotonic()
         while True:
             if (code := self.child.poll()) is not None:

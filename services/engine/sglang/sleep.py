@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
-from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.base.errors import StillStarting
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.http_client import HttpClient, PendingResult
 
@@ -23,7 +24,10 @@ class ServerMemory(Protocol):
         """Begin what takes long, without waiting for it."""
 
     def resume(self) -> None:
-        """Return once the memory is there; raise DeadlineExceeded while that takes longer."""
+        """Return once the memory is there; raise StillStarting while that takes longer."""
+
+    def cancel_resume(self) -> None:
+        """Release what `begin_resume` has begun to restore."""
 
 
 class TaggedMemory:
@@ -42,6 +46,9 @@ class TaggedMemory:
 
     def resume(self) -> None:
         self._http.call("POST", v0_5.RESUME, self._body, deadline_s=RELEASE_TIMEOUT_S)
+
+    def cancel_resume(self) -> None:
+        """Do nothing, because nothing is restored before `resume`."""
 
 
 class RestartableServer(Protocol):
@@ -66,14 +73,29 @@ class RestartedMemory:
     def __init__(self, server: RestartableServer) -> None:
         self._server = server
         self._launch: PendingResult[None] | None = None
+        self._launch_task: asyncio.Task[None] | None = None  # the same, on the loop
 
     def release(self) -> None:
-        http = self._server.http
-        http.wait_for(http.spawn(self._server.end()), "the end of SGLang", RELEASE_TIMEOUT_S)
+        http, self._launch = self._server.http, None
+        http.wait_for(http.spawn(self._end()), "the end of SGLang", RELEASE_TIMEOUT_S)
+
+    def cancel_resume(self) -> None:
+        self.release()
+
+    async def _end(self) -> None:
+        """End the process; a launch that still runs has cleaned up by then."""
+        if self._launch_task is not None:
+            self._launch_task.cancel()
+            await asyncio.wait([self._launch_task])
+        await self._server.end()
+
+    async def _start(self) -> None:
+        self._launch_task = asyncio.current_task()
+        await self._server.launch()
 
     def begin_resume(self) -> None:
         if self._launch is None:
-            self._launch = self._server.http.spawn(self._server.launch())
+            self._launch = self._server.http.spawn(self._start())
 
     def resume(self) -> None:
         self.begin_resume()
@@ -82,7 +104,7 @@ class RestartedMemory:
         try:
             launch.result(RESTART_POLL_S)
         except TimeoutError:
-            raise DeadlineExceeded(
+            raise StillStarting(
                 f"SGLang restarts after a sleep: {self._server.start_text}", where=where
             ) from None
         finally:

@@ -58,6 +58,11 @@ class StartLimits:
     compile_s: float = COMPILE_S  # further time once kernels are being compiled
     stall_s: float = STALL_S  # without output and without computation
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds of the longest start, which compiles kernels."""
+        return self.total_s + self.compile_s
+
 
 def compute_start_limits(config: ModelConfig, dtype: str, device: str) -> StartLimits:
     """Compute the limits of the start of a server of this model."""
@@ -160,7 +165,7 @@ class StartProgress:
     @property
     def deadline_s(self) -> float:
         """Seconds that the whole start may take."""
-        return self._limits.total_s + (self._limits.compile_s if self._has_compiled else 0.0)
+        return self._limits.longest_s if self._has_compiled else self._limits.total_s
 
     def explain_failure(self) -> str:
         """Explain why the start has failed; empty while it may continue."""

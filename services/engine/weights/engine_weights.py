@@ -275,18 +275,20 @@ class EngineSleeper:
         `save` is not used, as the store has all state.
         """
 
-        def put_to_sleep() -> None:
-            self._engine.sleep()
-            self._engine.pause()
-
         self._weights.is_asleep = True  # `follow_versions` loads nothing from now on
         try:
-            await self._commands.run_between_steps(put_to_sleep, "putting the engine to sleep")
+            await self._commands.run_between_steps(
+                self._put_to_sleep, "putting the engine to sleep"
+            )
         except BaseException:
             self._weights.is_asleep = False
             raise
         self._weights.manifest = ""
         await self._mesh.host.run_blocking(trim_heap, deadline_s=LOAD_TIMEOUT_S)
+
+    def _put_to_sleep(self) -> None:
+        self._engine.sleep()
+        self._engine.pause()
 
     async def wake(self, restore: RestoreTensors) -> None:
         """Resume the engine; if it had weights before, wait until the current version is loaded.
@@ -294,7 +296,8 @@ class EngineSleeper:
         `restore` is not used, as the store has all state.
 
         Raises:
-            Refused: No version was loaded within LOAD_TIMEOUT_S; the engine sleeps again.
+            Refused: No version was loaded within LOAD_TIMEOUT_S, and the time that the engine's
+                server may take to restart; the engine sleeps again.
         """
         weights, engine = self._weights, self._engine
         had_weights = engine.version >= 0
@@ -305,12 +308,15 @@ class EngineSleeper:
         if not had_weights:
             return
         try:
-            limit_s = compute_load_deadline_s(weights.loaded_bytes, LOAD_TIMEOUT_S)
+            floor_s = LOAD_TIMEOUT_S + getattr(engine, "wake_limit_s", 0.0)
+            limit_s = compute_load_deadline_s(weights.loaded_bytes, floor_s)
             async with self._mesh.clock.timeout(limit_s, "loading the weights"):
                 await weights.loaded_event.wait()
         except DeadlineExceeded as error:
             weights.is_asleep = True
-            await self._commands.run_between_steps(engine.pause, "putting the engine back to sleep")
+            await self._commands.run_between_steps(
+                self._put_to_sleep, "putting the engine back to sleep"
+            )
             raise Refused(str(error), where=self._mesh.name, fix="Retry") from error
         except asyncio.CancelledError:
             weights.is_asleep = True

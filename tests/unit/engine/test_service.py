@@ -21,6 +21,7 @@ from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import TrainedModelConfig
 from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.services.engine.measurement.update_pauses import MAX_SAMPLES, UpdatePauses
+from meshrl.services.engine.weights import engine_weights
 from meshrl.services.engine.weights.engine_weights import AdapterVersion
 from meshrl.services.engine.weights.version_receiver import RESTAGE_TIMEOUT_S, VersionReceiver
 from meshrl.services.trainer.core.core import TrainerCore
@@ -82,6 +83,26 @@ async def test_weights_that_arrive_during_sleep_are_not_loaded(bench: Bench) -> 
     await engine.call(Engine.set_tier, desired_tier("memory", 1))
     await service.weights.update_weights({}, 2, "second")
     assert (service.engine.version, service.weights.manifest) == (1, "")
+
+
+@story_on(run_on_bench)
+async def test_wake_lasts_as_long_as_the_engine_may_start_and_then_ends_the_start(
+    bench: Bench,
+) -> None:
+    tiers, weights, engine = bench.engine.tiers, bench.engine.weights, bench.engine.engine
+    await weights.update_weights({}, 1, "first")
+    await tiers.set_tier(desired_tier("memory", 1))
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_weights, "LOAD_TIMEOUT_S", 4.0)
+        patch.setattr(engine, "wake_limit_s", 16.0, raising=False)
+        patch.setattr(engine, "sleep", lambda: calls.append("sleep"))
+        waking = asyncio.create_task(tiers.set_tier(desired_tier("accelerator", 2)))
+        await bench.clock.sleep(19.0)
+        assert not waking.done() and not calls
+        with pytest.raises(Refused, match="took longer than 20 s"):
+            await waking
+    assert calls == ["sleep"] and weights.is_asleep
 
 
 @story_on(run_on_bench)

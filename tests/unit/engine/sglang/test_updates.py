@@ -19,9 +19,11 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import (
     ConfigError,
     DeadlineExceeded,
+    MeshError,
     PeerLost,
     Refused,
     RemoteFailure,
+    StillStarting,
 )
 from meshrl.common.generation.engine_contract import NO_VERSION, Quarantined
 from meshrl.common.mesh.process.host import SystemHost
@@ -496,6 +498,34 @@ def test_sleep_releases_weights_and_cache_but_no_graphs(bench: Bench) -> None:
     assert v0_5.ENVIRONMENT["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "0"
 
 
+def test_memory_is_restored_once_if_an_answer_is_lost(bench: Bench) -> None:
+    """SGLang crashes if weights are loaded into released memory, or memory is restored twice."""
+    for loses, released, restored in ((v0_5.RELEASE, 1, 1), (v0_5.RESUME, 2, 2)):
+        bench.server.loses = loses
+        with pytest.raises(PeerLost):
+            bench.engine.sleep()
+            bench.engine.wake(STATE, 3)
+        bench.server.loses = ""
+        bench.engine.wake(STATE, 3)
+        paths = [path for path, _ in bench.server.calls]
+        assert (paths.count(v0_5.RELEASE), paths.count(v0_5.RESUME)) == (released, restored)
+        last_load = len(paths) - paths[::-1].index(v0_5.FROM_DISK)
+        assert paths.index(v0_5.RESUME) < last_load
+    assert bench.listener.run(request(1, max_new=3))[1].versions == [3] * 3
+
+
+def test_sleep_after_a_lost_restoration_releases_the_memory(bench: Bench) -> None:
+    bench.engine.sleep()
+    bench.engine.sleep()
+    bench.server.loses = v0_5.RESUME
+    with pytest.raises(PeerLost):
+        bench.engine.wake(STATE, 3)
+    bench.engine.sleep()
+    calls = [path for path, _ in bench.server.calls if path in (v0_5.RELEASE, v0_5.RESUME)]
+    assert calls == [v0_5.RELEASE, v0_5.RESUME, v0_5.RELEASE]
+    bench.server.loses = ""
+
+
 SLIDING = {"internal_states": [{"memory_usage": {"token_capacity_swa": 4096}}]}
 
 
@@ -522,13 +552,21 @@ class Restartable:
         self.http, self.server, self.start_text = server.http, server, "capturing graphs"
         self.may_start = asyncio.Event()
         self.history: list[str] = []
+        self.end_error: MeshError | None = None
 
     async def end(self) -> None:
         self.history.append("end")
+        if self.end_error is not None:
+            raise self.end_error
 
     async def launch(self) -> None:
         self.history.append("launch")
-        await self.may_start.wait()
+        try:
+            await self.may_start.wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # it waits for its process
+            self.history.append("cancelled")
+            raise
         self.server.stands = False  # a new process is not paused
 
 
@@ -549,7 +587,7 @@ def test_server_that_cannot_release_its_memory_restarts(
     assert process.history == ["end"] and not engine.step()
     assert v0_5.RELEASE not in [path for path, _ in server.calls]
     engine.resume()
-    with pytest.raises(DeadlineExceeded, match="restarts after a sleep: capturing graphs"):
+    with pytest.raises(StillStarting, match="restarts after a sleep: capturing graphs"):
         engine.wake(STATE, 3)
     server.loop.call_soon_threadsafe(process.may_start.set)
     monkeypatch.undo()
@@ -557,6 +595,38 @@ def test_server_that_cannot_release_its_memory_restarts(
     assert process.history == ["end", "launch"]
     heard = Listener(engine).run()[1]
     assert set(heard.versions) == {0, 3} and len(heard.tokens) == 20
+    engine.close()
+    server.close()
+
+
+def test_sleep_during_a_restart_ends_it(tmp_path: Path) -> None:
+    server = Counterpart(4, 128)
+    process = Restartable(server)
+    memory = sleep.RestartedMemory(process)
+    engine = counterpart.engine(server, tmp_path, 4, 128, adapters=False, memory=memory)
+    engine.sleep()
+    engine.resume()  # a wake begins
+    engine.sleep()
+    assert process.history == ["end", "launch", "cancelled", "end"]
+    server.loop.call_soon_threadsafe(process.may_start.set)
+    engine.wake(STATE, 3)
+    assert process.history[4:] == ["launch"] and engine.version == 3
+    engine.close()
+    server.close()
+
+
+def test_server_restarts_with_health_checks_after_an_end_that_failed(tmp_path: Path) -> None:
+    server = Counterpart(4, 128)
+    process = Restartable(server)
+    memory = sleep.RestartedMemory(process)
+    engine = counterpart.engine(server, tmp_path, 4, 128, adapters=False, memory=memory)
+    process.end_error = DeadlineExceeded("it has not exited")
+    with pytest.raises(DeadlineExceeded, match="has not exited"):
+        engine.sleep()
+    server.loop.call_soon_threadsafe(process.may_start.set)
+    engine.wake(STATE, 3)
+    assert process.history == ["end", "launch"]
+    assert not engine._control._watch.is_suspended
     engine.close()
     server.close()
 

@@ -17,6 +17,7 @@ from meshrl.common.base.errors import (
     PeerLost,
     Refused,
     StateUnavailable,
+    StillStarting,
     StorageFull,
 )
 from meshrl.common.base.random import Random
@@ -88,6 +89,28 @@ async def test_policy_raises_a_permanent_error_after_its_limit(
     await clock.sleep(PERMANENT_ERROR_LIMIT_S + 1.0)
     with pytest.raises(Refused):
         policy.record_failure(Refused("x"))
+
+
+@virtual
+async def test_start_in_progress_has_no_limit_and_is_no_failure(
+    clock: VirtualClock, random: Random
+) -> None:
+    waits = WaitTable(clock)
+    CURRENT_WAITS.set(waits)
+    policy = RetryPolicy(clock)
+    for _ in range(10):
+        policy.record_failure(StillStarting("capturing graphs"))
+        await clock.sleep(OUTAGE_LIMIT_S / 5)
+    [wait] = waits.list_longest([])
+    assert "capturing graphs" in wait["what"]
+    policy.record_failure(PeerLost("x"))  # the first failure
+    await clock.sleep(PEER_LIMIT_S + 1.0)
+    policy.record_failure(StillStarting("capturing graphs"))
+    with pytest.raises(PeerLost):  # failed starts are limited
+        policy.record_failure(PeerLost("x"))
+    policy.record_failure(StillStarting("capturing graphs"))
+    policy.record_success()
+    assert waits.list_longest([]) == []
 
 
 @virtual
