@@ -9,7 +9,13 @@ from rich.table import Table
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.memory.plan import MemoryPlan
 from meshrl.common.job.memory.process_memory import MemoryKinds, describe_bytes
-from meshrl.job.checks.host.memory import Room, explain_excess, find_room, plan_job_memory
+from meshrl.job.checks.host.memory import (
+    Room,
+    explain_excess,
+    find_room,
+    limit_cache,
+    plan_job_memory,
+)
 from meshrl.view.live import console_tables
 from meshrl.view.terminal import Console
 
@@ -24,7 +30,8 @@ def print_memory(config: JobConfig, console: Console, accelerator: str = "") -> 
     if accelerator:
         config = replace(config, mesh=replace(config.mesh, device="cuda"))
     room = find_room(config.mesh.device, accelerator)
-    table = make_memory_table(config, room, plan_job_memory(config))
+    plan = limit_cache(config, plan_job_memory(config), room)
+    table = make_memory_table(config, room, plan)
     needed = console_tables.measure_width(table, console.width)
     Console(stderr=console.stderr, width=max(console.width, needed)).print(table)
 

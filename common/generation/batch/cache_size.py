@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.generation.batch.blocks import BLOCK_TOKENS, count_blocks
-from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS
-from meshrl.common.model.architecture.config import ModelConfig
 
 KEY = "rollout.kv_memory"
 # Shares of free memory that `auto` takes. The rest is for fragmentation, and beside other processes
@@ -20,10 +18,6 @@ KEY = "rollout.kv_memory"
 GPU_SHARE = 0.9  # of a GPU that the engine has alone
 TIME_SLICED_SHARE = 0.45  # of a GPU that the engine shares by time slices
 HOST_SHARE = 0.5  # of a host's memory, divided by the workers there
-FLOAT_BYTES = 4
-LOGIT_COPIES = 8  # float32 rows of the vocabulary while a step samples: sorted, summed, drawn
-SCORE_COPIES = 2  # of attention scores and their softmax
-GRAPH_BYTES = 256 << 20  # private memory of captured graphs, and of cuBLAS
 GIB = 1 << 30
 
 
@@ -118,26 +112,3 @@ def count_full_blocks(num_slots: int, max_length: int) -> int:
 def count_least_blocks(max_length: int) -> int:
     """Return the blocks of one sequence of full length, and one to copy a shared block into."""
     return count_blocks(max_length) + 1
-
-
-def estimate_workspace_bytes(
-    config: ModelConfig, num_slots: int, max_length: int, dtype_bytes: int, device: str
-) -> int:
-    """Estimate the memory of a step beside weights and cache: activations, logits, graphs.
-
-    On a GPU a prefill over cached tokens has its attention scores in memory, and their keys and
-    values once for each head.
-    """
-    rows = MAX_PREFILL_TOKENS + num_slots
-    heads = config.num_heads + 2 * config.num_kv_heads
-    experts = config.num_experts_per_token * config.expert_ffn_size + config.shared_expert_ffn_size
-    features = 4 * config.hidden_size + 2 * heads * config.head_dim
-    features += 3 * max(config.ffn_size, experts)
-    found = rows * features * dtype_bytes
-    found += LOGIT_COPIES * FLOAT_BYTES * num_slots * config.vocab_size
-    if device == "cuda":
-        context = -(-max_length // BLOCK_TOKENS) * BLOCK_TOKENS
-        scores = SCORE_COPIES * MAX_PREFILL_TOKENS * context * FLOAT_BYTES
-        copies = 2 * 2 * context * config.head_dim * dtype_bytes
-        found += config.num_heads * (scores + copies) + GRAPH_BYTES
-    return found

@@ -24,7 +24,6 @@ from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
 from meshrl.common.generation.batch.cache_size import (
     CachePlan,
     choose_auto_share,
-    estimate_workspace_bytes,
     plan_cache_blocks,
     plan_cache_tokens,
 )
@@ -34,6 +33,7 @@ from meshrl.common.generation.builtin.engine import BuiltinEngine, EngineOptions
 from meshrl.common.generation.builtin.free_memory import measure_free_bytes
 from meshrl.common.hardware.gpus import gpu_requirement
 from meshrl.common.job.cache_memory import AUTO_MEMORY, CacheMemory
+from meshrl.common.job.memory.generation import choose_compute_kind, estimate_step_bytes
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.kernels.library_build import Library
 from meshrl.kernels.ops import can_capture_cuda_graph
@@ -153,8 +153,9 @@ def build_engine(
         if kv_cache_tokens:
             return plan_cache_tokens(kv_cache_tokens, *shape)
         kind, width = choice.device.type, getattr(torch, dtype).itemsize
-        workspace_bytes = estimate_workspace_bytes(config, num_slots, max_length, width, kind)
-        free_bytes = read_free_bytes(choice.device) - compute.weights_bytes - workspace_bytes
+        compute_kind = choose_compute_kind(choice.name, kind)
+        step_bytes = estimate_step_bytes(config, num_slots, max_length, width, compute_kind)
+        free_bytes = read_free_bytes(choice.device) - compute.weights_bytes - step_bytes
         share = cache_memory.share or choose_auto_share(
             kind, is_time_sliced=is_time_sliced, num_workers=num_workers
         )

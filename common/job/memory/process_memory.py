@@ -40,6 +40,7 @@ class ProcessMemory(MemoryKinds):
     process: str = ""
     count: int = 1
     least_cache: int = 0  # part of `cache` without which no sequence fits
+    reserved: int = 0  # part of `activations` without which an engine refuses to start
 
     @property
     def required_bytes(self) -> int:
@@ -49,7 +50,8 @@ class ProcessMemory(MemoryKinds):
     @property
     def least_bytes(self) -> int:
         """Bytes without which the process cannot run, even if activations are overestimated."""
-        return self.required_bytes - round(TOLERANCE * self.activations)
+        excess = min(round(TOLERANCE * self.activations), self.activations - self.reserved)
+        return self.required_bytes - excess
 
     @property
     def state_bytes(self) -> int:

@@ -6,6 +6,11 @@ import os
 from dataclasses import dataclass, replace
 
 from meshrl.common.base.errors import ConfigError
+from meshrl.common.generation.batch.cache_size import (
+    choose_auto_share,
+    count_least_blocks,
+    plan_cache_blocks,
+)
 from meshrl.common.hardware.accelerators import load_accelerators
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.memory.plan import (
@@ -66,6 +71,27 @@ def plan_job_memory(config: JobConfig, models: JobModels | None = None) -> Memor
     Raises ConfigError for an unreadable model.
     """
     return plan_memory(config, models or load_models(config), count_roles(config))
+
+
+def limit_cache(config: JobConfig, plan: MemoryPlan, room: Room | None) -> MemoryPlan:
+    """Return the plan with the cache that a built-in engine takes of an accelerator's memory."""
+    engine, rollout = plan.engine, config.rollout
+    if room is None or room.is_host or engine is None or rollout.kv_tokens:
+        return plan
+    if rollout.engine == "sglang" or rollout.cache_memory.size_bytes:
+        return plan
+    shared = plan.shares_core_worker  # the core has its parameters before the engine wakes
+    held_bytes = max(one.masters + one.context for one in plan.core) if shared else 0
+    free_bytes = room.size_bytes - held_bytes - (engine.total_bytes - engine.cache)
+    share = rollout.cache_memory.share or choose_auto_share("cuda", is_time_sliced=shared)
+    cache = plan_cache_blocks(
+        max(free_bytes, engine.least_cache),
+        share,
+        engine.least_cache // count_least_blocks(rollout.max_tokens),
+        rollout.slots,
+        rollout.max_tokens,
+    )
+    return replace(plan, engine=replace(engine, cache=cache.size_bytes))
 
 
 def count_roles(config: JobConfig) -> RoleCounts:

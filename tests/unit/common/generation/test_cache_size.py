@@ -21,7 +21,6 @@ from meshrl.common.generation.batch.cache_size import (
     GIB,
     choose_auto_share,
     count_full_blocks,
-    estimate_workspace_bytes,
     plan_cache_blocks,
 )
 from meshrl.common.generation.batch.slots import Slots
@@ -30,7 +29,7 @@ from meshrl.common.generation.builtin.engine_builder import build_engine
 from meshrl.common.generation.builtin.free_memory import measure_free_bytes
 from meshrl.common.generation.engine_contract import GenerationRequest
 from meshrl.common.job.cache_memory import CacheMemory
-from meshrl.common.job.memory.generation import count_weight_bytes
+from meshrl.common.job.memory.generation import count_weight_bytes, estimate_step_bytes
 from meshrl.common.model.architecture.config import ModelConfig
 from tests.unit.common.generation.engines_under_test import (
     TINY,
@@ -65,11 +64,11 @@ def build_tiny(path: str, free_bytes: int = 1 << 40, **more: Any) -> BuiltinEngi
 
 
 def measure_tiny(path: str) -> tuple[int, int]:
-    """Return the bytes of a block of `build_tiny`, and those of its weights and workspace."""
+    """Return the bytes of a block of `build_tiny`, and those of its weights and steps."""
     engine = build_tiny(path)
     compute = engine._compute
-    workspace_bytes = estimate_workspace_bytes(TINY, 4, 128, 4, "cpu")
-    return BLOCK_TOKENS * engine.cache_bytes_per_token, compute.weights_bytes + workspace_bytes
+    step_bytes = estimate_step_bytes(TINY, 4, 128, 4, "native" if path == "native" else "torch")
+    return BLOCK_TOKENS * engine.cache_bytes_per_token, compute.weights_bytes + step_bytes
 
 
 @pytest.mark.needs("compiler")
@@ -81,8 +80,8 @@ def test_native_engine_has_the_weights_of_the_plan_of_a_job(tied: bool) -> None:
 
 
 def test_large_model_takes_a_share_of_a_gpu_instead_of_all_slots() -> None:
-    workspace_bytes = estimate_workspace_bytes(QWEN3_8B, SLOTS, LENGTH, 2, "cuda")
-    free_bytes = H200_BYTES - 2 * QWEN3_8B.num_parameters - workspace_bytes
+    step_bytes = estimate_step_bytes(QWEN3_8B, SLOTS, LENGTH, 2, "cuda")
+    free_bytes = H200_BYTES - 2 * QWEN3_8B.num_parameters - step_bytes
     plan = plan_cache_blocks(free_bytes, 0.9, BLOCK_BYTES, SLOTS, LENGTH)
     assert plan.num_full_blocks * BLOCK_BYTES > 300 * 10**9  # more than two such GPUs have
     assert not plan.is_full and plan.size_bytes <= 0.9 * free_bytes < plan.size_bytes + BLOCK_BYTES
@@ -129,7 +128,7 @@ def test_auto_share_leaves_memory_to_processes_beside_the_engine() -> None:
 
 
 @pytest.mark.parametrize("path", BACKENDS)
-def test_cache_takes_its_share_of_what_weights_and_workspace_leave(path: str) -> None:
+def test_cache_takes_its_share_of_what_weights_and_steps_leave(path: str) -> None:
     block_bytes, other_bytes = measure_tiny(path)
     for memory, num_blocks in (
         (CacheMemory(share=0.5), 15),

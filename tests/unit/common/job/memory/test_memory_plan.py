@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor
 
 from loadtests.memory.cases import CASES
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.generation.backends.graphs import GraphCompute
 from meshrl.common.generation.backends.native import HEAD_WIDTHS
 from meshrl.common.generation.backends.native import SCORE_CHUNK_TOKENS as NATIVE_CHUNK
 from meshrl.common.generation.batch import cache_size
 from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
 from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS
+from meshrl.common.generation.builtin import engine_builder
 from meshrl.common.job.config import (
     AlgorithmConfig,
     JobConfig,
@@ -196,6 +200,42 @@ def test_cache_is_limited_by_its_key() -> None:
 def test_least_bytes_have_one_sequence_of_cache_and_the_tolerance() -> None:
     found = ProcessMemory(process="engine", weights=1000, activations=100, cache=90, least_cache=20)
     assert (found.total_bytes, found.least_bytes) == (1190, 1105)
+    assert replace(found, reserved=90).least_bytes == 1110, "an engine refuses to start without"
+
+
+def test_engine_of_a_gpu_reserves_attention_scores() -> None:
+    rollout = {"max_tokens": 32_768, "slots": 64, "dtype": "bfloat16"}
+    for engine, scores in (("torch", 32 * 32_768 * 512 * 8), ("sglang", 0)):
+        config = JobConfig.from_document(
+            {"mesh": {"device": "cuda"}, "rollout": rollout | {"engine": engine}}
+        )
+        found = generation.plan_engine(config, QWEN3_8B, 1, 1)
+        assert (found.activations > 4 * 10**9) == bool(scores) and found.activations > scores
+        assert found.reserved == (found.activations if scores else 0)
+    config = JobConfig.from_document(
+        {
+            "mesh": {"device": "cuda"},
+            "models": {"reference": {"path": "initial", "max_tokens": 32_768}},
+        }
+    )
+    frozen = generation.plan_frozen_model(config, "reference", QWEN3_8B)
+    assert frozen.activations >= frozen.reserved > 4 * 10**9
+
+
+def test_engine_refuses_only_a_gpu_that_the_plan_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = {"max_tokens": 128, "slots": 4}
+    config = JobConfig.from_document({"mesh": {"device": "cuda"}, "rollout": rollout})
+    needed = generation.plan_engine(config, DENSE, 1, 1)
+    free_bytes = needed.least_bytes - needed.context - 4 * ModelSizes(DENSE).rotary_table
+    place = engine_builder.EngineBackend("graphs", torch.device("cuda"))
+    monkeypatch.setattr(engine_builder, "choose_gpu_backend", lambda: place)
+    monkeypatch.setattr(GraphCompute, "attach_block_table", lambda *_: None)
+    for size_bytes, is_enough in ((free_bytes, True), (free_bytes - 1, False)):
+        engine = engine_builder.build_engine(
+            DENSE, 4, 128, device="cuda", read_free_bytes=lambda _, size=size_bytes: size
+        )
+        with nullcontext() if is_enough else pytest.raises(ConfigError, match="one sequence"):
+            engine._plan_cache()
 
 
 # -- admission -------------------------------------------------------------------------------------

@@ -77,14 +77,14 @@ def test_processes_are_counted_by_worker() -> None:
             [
                 "core, each rank (",
                 "an accelerator (40) has 40.0 GiB",
-                "training.ranks = 16 (37.0 GiB)",
+                "training.ranks = 16 (38.0 GiB)",
                 "lora.rank = 32",
             ],
         ),
         (
             "24",
             ["mesh.workers=9", "training.ranks=8", "lora.rank=8", "rollout.dtype=float32"],
-            ["engine (weights 30.6 GiB, ", 'rollout.dtype = "bfloat16" (16.'],
+            ["engine (weights 30.6 GiB, ", 'rollout.dtype = "bfloat16" (17.6'],
         ),
         ("1", ["mesh.workers=2"], ["No key suffices"]),
     ],
@@ -98,6 +98,25 @@ def test_job_that_cannot_fit_is_refused_with_bytes_and_keys(
     error = get_error(check, place, *LARGE, *settings)
     for text in ("the job does not fit", *texts):
         assert text in error
+
+
+@pytest.mark.parametrize(
+    ("value", "workers", "least_gib", "most_gib"),
+    [("0.5", 9, 54, 56), ('"auto"', 9, 98, 99), ('"auto"', 1, 30, 50), ('"9 GiB"', 9, 8.9, 9)],
+)
+def test_cache_of_an_accelerator_follows_its_key(
+    place: Path, value: str, workers: int, least_gib: float, most_gib: float
+) -> None:
+    settings = [f"rollout.kv_memory={value}", f"mesh.workers={workers}", "rollout.slots=1024"]
+    config = read(place, *LARGE, *settings, "lora.rank=32").config
+    room = memory.find_room("cuda", "H200")
+    plan = plan_job_memory(config)
+    engine = memory.limit_cache(config, plan, room).engine
+    assert engine is not None and least_gib <= engine.cache / GIB <= most_gib
+    small = memory.limit_cache(config, plan, memory.Room(GIB, "an accelerator")).engine
+    assert small is not None and (value == '"9 GiB"' or small.cache == small.least_cache)
+    host = memory.Room(1 << 40, "this host", is_host=True)
+    assert memory.limit_cache(config, plan, host) is plan
 
 
 def test_unknown_accelerator_is_rejected_with_the_known_kinds(place: Path) -> None:
