@@ -632,10 +632,12 @@ def test_server_restarts_with_health_checks_after_an_end_that_failed(tmp_path: P
 
 
 class ClosingTransport(DiskTransport):
-    closed = 0
+    def __init__(self, http: HttpClient, directory: Path) -> None:
+        super().__init__(http, directory)
+        self.closed: list[bool] = []
 
     def close(self) -> None:
-        self.closed += 1
+        self.closed.append(True)
 
 
 def test_transport_leaves_a_server_that_ends_for_a_sleep(tmp_path: Path) -> None:
@@ -646,9 +648,9 @@ def test_transport_leaves_a_server_that_ends_for_a_sleep(tmp_path: Path) -> None
     engine = counterpart.engine(
         server, tmp_path, 4, 128, adapters=False, memory=memory, transport=transport
     )
-    assert not transport.closed
+    assert transport.closed == []
     engine.sleep()
-    assert transport.closed == 1
+    assert transport.closed == [True]
     engine.close()
     server.close()
 
