@@ -171,7 +171,7 @@ class EngineWeights:
         base_bytes = 0 if adapter.base_tensors is None else _count_bytes(adapter.base_tensors)
         adapter_bytes = _count_bytes(adapter.tensors)
         if await self._apply_between_steps(install, manifest, base_bytes + adapter_bytes):
-            if base_bytes:
+            if adapter.base_tensors is not None:
                 self.base_manifest, self._model_bytes = adapter.base_manifest, base_bytes
             self._record_loaded(manifest, lineage, self._model_bytes + adapter_bytes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, ValuesView
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +129,9 @@ class CorruptVersion(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         raise CorruptData("a chunk does not match its digest")
 
+    def values(self) -> ValuesView[Tensor]:
+        return dict[str, Tensor]().values()  # sizes are known before any chunk is read
+
     def __iter__(self) -> Iterator[str]:
         return iter(["embedding"])
 
@@ -223,6 +226,9 @@ class RejectedAdapters(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         raise Refused("the adapter does not match the model")
+
+    def values(self) -> ValuesView[Tensor]:
+        return dict[str, Tensor]().values()  # sizes are known before any chunk is read
 
     def __iter__(self) -> Iterator[str]:
         return iter(["layers.0.adapters.q_proj.a"])
