@@ -421,7 +421,7 @@ class BuiltinEngine:
         if self._weights.is_asleep:
             plan = self.cache_plan or self._plan_cache()
             self._compute.wake(plan.num_blocks)
-            if self.cache_plan is None:  # one that does not fit is planned anew the next time
+            if self.cache_plan is None:  # one that does not fit is planned again the next time
                 self._paged_cache.resize(plan.num_blocks)
                 self.cache_plan = plan
             self._weights.is_asleep = False

@@ -257,7 +257,7 @@ class Hybrid(StatelessSleeper, Actor):
         await self._finish_sending()
         self._sent_block = block
         total = await self._run_blocking(_move_sum_to_host, block)
-        if not self._generation:  # it has left meanwhile, to sleep or for ever
+        if not self._generation:  # it has left, to sleep or for ever
             self._sent_block = None
             return
         self._sending = asyncio.create_task(self._transfer_block(block, total), name="gradient")

