@@ -134,7 +134,8 @@ def measure_core(shape: ModelConfig, changes: Changes, large: bool = False) -> d
                 return FsdpLearner(model, settings, place, config.lora)
 
             rank = Rank(make, number, ranks, "cpu")
-            rank.join(Rendezvous(1, str(directory / "rendezvous"), MEET_S))
+            rank.join(Rendezvous(1, str(directory / "rendezvous"), MEET_S, form_timeout_s=MEET_S))
+            rank.create_model()
             train_one_step(rank, config, shape)
             rank.leave()
 

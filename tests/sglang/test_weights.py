@@ -305,8 +305,9 @@ def test_engine_with_a_failed_update_is_quarantined(
 def test_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
     breakable_server: SGLangServer, weights: str
 ) -> None:
-    engine = attach_engine(breakable_server, TINY, 4, 128, weights=weights, update_floor_s=4.0)
+    engine = attach_engine(breakable_server, TINY, 4, 128, weights=weights)
     engine.wake(decoder(0).state_dict(), 0)
+    engine._control.weights.floor_s = 4.0
     scheduler = scheduler_of(breakable_server.pid)
     engine._pause_server()
     os.kill(scheduler, signal.SIGSTOP)

@@ -351,11 +351,10 @@ def attach_engine(
     weights: str = "auto",
     kv_on_update: str = "keep",
     decode: Decode | None = None,
-    update_floor_s: float = UPDATE_FLOOR_S,
 ) -> SGLangEngine:
     """Create the engine of a server, asleep until it gets weights.
 
-    Their transfer and, if configured, their read-back may take `update_floor_s`, and more by bytes.
+    Their transfer and, if configured, their read-back may take UPDATE_FLOOR_S, and more by bytes.
     """
     how = server.launch_config
     choice = server.choose_transport(weights)
@@ -365,7 +364,7 @@ def attach_engine(
         create_transport(choice, server.http, directory, server.ranks),
         fallback=DiskTransport(server.http, directory) if weights == "auto" else None,
         clock=server.clock,
-        floor_s=update_floor_s,
+        floor_s=UPDATE_FLOOR_S,
     )
     memory: ServerMemory = RestartedMemory(server)
     if server.sleep_tags:

@@ -178,7 +178,7 @@ def test_run_without_a_version_is_reported(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"phase": "training", "error": ""}], [])
     with pytest.raises(NotFound, match=r"has no model yet: .* has no version\.") as caught:
         sample_model(run, "x", ModelChoice())
-    assert "warm start" in caught.value.fix
+    assert "first version" in caught.value.fix
     with pytest.raises(NotFound, match="no best version"):
         sample_model(run, "x", ModelChoice(best=True))
     with pytest.raises(ConfigError, match="two versions"):
