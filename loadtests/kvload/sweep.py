@@ -13,8 +13,8 @@ import numpy as np
 
 from loadtests.kvload.scene import VOCAB, Scene, scene
 from loadtests.measuring.rounds import rotated
-from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS
 from meshrl.common.generation.prefix_loading import CHUNK_TOKENS
+from meshrl.common.job.memory.cache_blocks import MAX_PREFILL_TOKENS
 
 BEYOND = 1.05  # of computing's time, after which loading alone is slower, and need not end
 MATCHED = 1.0

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS
 from meshrl.common.generation.builtin.scheduler import PrefillRate
 from meshrl.common.generation.prefix_loading import CHUNK_TOKENS, PrefixLoad
+from meshrl.common.job.memory.cache_blocks import MAX_PREFILL_TOKENS
 
 NO_CONTENT = np.zeros(0, np.uint8)
 

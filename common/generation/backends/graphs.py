@@ -22,10 +22,10 @@ from meshrl.common.generation.backends.adapter_bank import AdapterBank
 from meshrl.common.generation.backends.buckets import GraphBucket, GraphBuckets
 from meshrl.common.generation.backends.sampling import compute_raw_logprobs, sample_slots
 from meshrl.common.generation.batch.adapter_deltas import AdapterDeltas
-from meshrl.common.generation.batch.blocks import count_blocks
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.batch.step_compute import SlotIndices, out_of_memory_error
 from meshrl.common.generation.engine_contract import NO_FLOATS, IntArray
+from meshrl.common.job.memory.cache_blocks import count_blocks
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.attention import AttentionFunction, build_causal_mask
 from meshrl.common.model.network.decoder import Decoder

@@ -15,14 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK_TOKENS = 16  # tokens; as kBlock in kernels/csrc/attention.h
+from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS
 
 TokenIds = NDArray[np.int64]
-
-
-def count_blocks(tokens: int) -> int:
-    """Return the number of blocks for `tokens` tokens."""
-    return -(-tokens // BLOCK_TOKENS)
 
 
 class BlockPool:

@@ -10,7 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.generation.batch.blocks import BLOCK_TOKENS, count_blocks
+from meshrl.common.job.memory.cache_blocks import (
+    BLOCK_TOKENS,
+    count_blocks,
+    count_full_blocks,
+    count_least_blocks,
+)
 
 KEY = "rollout.kv_memory"
 # Shares of free memory that `auto` takes. The rest is for fragmentation, and beside other processes
@@ -102,13 +107,3 @@ def plan_cache_tokens(tokens: int, block_bytes: int, num_slots: int, max_length:
     """Plan a cache of `tokens` tokens, and at least of one sequence and one more block."""
     num_blocks = max(count_blocks(tokens), count_least_blocks(max_length))
     return CachePlan(num_blocks, count_full_blocks(num_slots, max_length), block_bytes)
-
-
-def count_full_blocks(num_slots: int, max_length: int) -> int:
-    """Return the blocks of all slots at full length, at least `count_least_blocks`."""
-    return max(num_slots * count_blocks(max_length), count_least_blocks(max_length))
-
-
-def count_least_blocks(max_length: int) -> int:
-    """Return the blocks of one sequence of full length, and one to copy a shared block into."""
-    return count_blocks(max_length) + 1

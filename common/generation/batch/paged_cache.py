@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.common.generation.batch.blocks import BLOCK_TOKENS, BlockPool, PrefixCache
+from meshrl.common.generation.batch.blocks import BlockPool, PrefixCache
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.batch.step_compute import SlotIndices
+from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS
 
 EVICT_BATCH_BLOCKS = 16  # blocks per allocation, because each search begins at the front
 

@@ -13,8 +13,6 @@ from meshrl.common.base.errors import MeshError
 from meshrl.common.generation.batch.adapter_deltas import AdapterDeltas
 from meshrl.common.generation.engine_contract import IntArray
 
-# limit of known tokens in a step, so that decoding rows do not wait for long
-MAX_PREFILL_TOKENS = 512
 SlotIndices = NDArray[np.int64]  # slot numbers; those that decode are ascending
 
 

@@ -20,7 +20,6 @@ from meshrl.common.generation.backends.native import (
     NativeCompute,
     build_native_library,
 )
-from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
 from meshrl.common.generation.batch.cache_size import (
     CachePlan,
     choose_auto_share,
@@ -33,6 +32,7 @@ from meshrl.common.generation.builtin.engine import BuiltinEngine, EngineOptions
 from meshrl.common.generation.builtin.free_memory import measure_free_bytes
 from meshrl.common.hardware.gpus import gpu_requirement
 from meshrl.common.job.cache_memory import AUTO_MEMORY, CacheMemory
+from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS
 from meshrl.common.job.memory.generation import choose_compute_kind, estimate_step_bytes
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.kernels.library_build import Library

@@ -11,11 +11,12 @@ from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.clock import Clock
 from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
-from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS, StepCompute
+from meshrl.common.generation.batch.step_compute import StepCompute
 from meshrl.common.generation.builtin.loaded_weights import LoadedWeights
 from meshrl.common.generation.builtin.prefix_loads import PrefixLoads
 from meshrl.common.generation.builtin.stop_strings import StopStringChecker
 from meshrl.common.generation.engine_contract import GenerationRequest
+from meshrl.common.job.memory.cache_blocks import MAX_PREFILL_TOKENS
 
 # shared tokens from which on reuse of another slot's blocks beats computing them
 MIN_SHARED_TOKENS = 6

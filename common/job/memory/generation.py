@@ -5,13 +5,18 @@ from __future__ import annotations
 from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.memory.activations import DTYPE_BYTES, FLOAT_BYTES
+from meshrl.common.job.memory.cache_blocks import (
+    BLOCK_TOKENS,
+    MAX_PREFILL_TOKENS,
+    count_blocks,
+    count_full_blocks,
+    count_least_blocks,
+)
 from meshrl.common.job.memory.model_sizes import ModelSizes
 from meshrl.common.job.memory.process_memory import CONTEXT_BYTES, ProcessMemory
 from meshrl.common.model.architecture.config import ModelConfig
 
-# As in common/generation: tokens of a block of the cache, known tokens that a step computes, and
-# tokens with logits while a model scores.
-BLOCK_TOKENS, MAX_PREFILL_TOKENS, SCORE_CHUNK_TOKENS = 16, 512, 512
+SCORE_CHUNK_TOKENS = 512  # with logits while a model scores, as in common/generation
 NATIVE_HEAD_WIDTHS = (32, 64, 128)  # of the C++ decoder, which pads other heads
 # Float32 rows of the vocabulary while a step samples; CUDA sorts with buffers of its own.
 LOGIT_COPIES = {"native": 1, "torch": 5, "cuda": 8}
@@ -27,8 +32,8 @@ def plan_engine(config: JobConfig, shape: ModelConfig, count: int, degree: int) 
     kind = "torch" if is_sglang else choose_compute_kind(rollout.backend, device)
     is_native = kind == "native"
     token_bytes = count_cache_bytes(shape, width, degree, is_native)
-    least = (count_blocks(rollout.max_tokens) + 1) * BLOCK_TOKENS
-    all_slots = max(least, rollout.slots * count_blocks(rollout.max_tokens) * BLOCK_TOKENS)
+    least = BLOCK_TOKENS * count_least_blocks(rollout.max_tokens)
+    all_slots = BLOCK_TOKENS * count_full_blocks(rollout.slots, rollout.max_tokens)
     if is_sglang:
         all_slots = least  # it takes what its GPU has free
     elif allowed := rollout.cache_memory.size_bytes // token_bytes:
@@ -57,7 +62,7 @@ def plan_frozen_model(config: JobConfig, role: str, shape: ModelConfig) -> Proce
     width, tokens = DTYPE_BYTES[frozen.dtype], frozen.max_tokens or config.rollout.max_tokens
     kind = choose_compute_kind(frozen.backend, device)
     is_native = kind == "native"
-    cache = (count_blocks(tokens) + 1) * BLOCK_TOKENS
+    cache = BLOCK_TOKENS * count_least_blocks(tokens)
     cache *= count_cache_bytes(shape, width, 1, is_native)
     # Its engine reserves the bytes of a step of one slot, though it only scores.
     reserved = estimate_step_bytes(shape, 1, tokens, width, kind)
@@ -79,11 +84,6 @@ def choose_compute_kind(backend: str, device: str) -> str:
     if backend == "native" or (backend == "auto" and device == "cpu"):
         return "native"
     return "cuda" if device == "cuda" and backend != "eager" else "torch"
-
-
-def count_blocks(tokens: int) -> int:
-    """Return the blocks of the cache that these tokens take."""
-    return -(-tokens // BLOCK_TOKENS)
 
 
 def count_cache_bytes(shape: ModelConfig, width: int, degree: int, is_native: bool) -> int:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.common.api.engine import FinishReason
-from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS
 from meshrl.common.generation.prefix_loading import CHUNK_TOKENS
 from meshrl.common.hardware.zebra.costs import MicroBatchCosts
 from meshrl.common.hardware.zebra.schedule import order_attention_tasks
 from meshrl.common.hardware.zebra.timeline import compute_makespan_s
+from meshrl.common.job.memory.cache_blocks import MAX_PREFILL_TOKENS
 from meshrl.sim.prefixes.__main__ import A100, GBPS_32, H100, PUBLISHED_SPEEDUPS, TOKEN_BYTES, main
 from meshrl.sim.prefixes.prefix_model import PrefixCurve, simulate_events, solve_closed_form
 from meshrl.sim.zebra.paper_figures import (

@@ -6,13 +6,10 @@ import os
 from dataclasses import dataclass, replace
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.generation.batch.cache_size import (
-    choose_auto_share,
-    count_least_blocks,
-    plan_cache_blocks,
-)
+from meshrl.common.generation.batch.cache_size import choose_auto_share, plan_cache_blocks
 from meshrl.common.hardware.accelerators import load_accelerators
 from meshrl.common.job.config import JobConfig
+from meshrl.common.job.memory.cache_blocks import count_least_blocks
 from meshrl.common.job.memory.plan import (
     JobModels,
     MemoryPlan,

@@ -16,13 +16,13 @@ import torch
 
 from meshrl.common.base.errors import ConfigError, Refused
 from meshrl.common.generation.backends.native import NativeCompute
-from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
 from meshrl.common.generation.batch.cache_size import CachePlan
 from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.builtin.engine import EngineOptions
 from meshrl.common.generation.builtin.engine_builder import BuiltinEngine, build_engine
 from meshrl.common.hardware.gpus.gpu_requirement import GpuUnusable
+from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.kernels.library_build import COMPILER_FLAGS, COMPILERS, SOURCE_DIRECTORY, Library
 from tests.attention import causal_attention

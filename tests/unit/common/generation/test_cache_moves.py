@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
 from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.builtin.engine_builder import BuiltinEngine
 from meshrl.common.generation.builtin.prefix_loads import MAX_OFFERED_LOADS
 from meshrl.common.generation.builtin.scheduler import PrefillRate
 from meshrl.common.generation.engine_contract import MIXED_VERSIONS, GenerationRequest, SessionCache
 from meshrl.common.generation.prefix_loading import CHUNK_TOKENS, CacheOrigin, PrefixLoad
+from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     SCALE,

@@ -16,19 +16,14 @@ from hypothesis import strategies as st
 from meshrl.common.base.errors import ConfigError, MeshError
 from meshrl.common.generation.backends.buckets import GraphBucket
 from meshrl.common.generation.backends.graphs import GraphCompute
-from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
-from meshrl.common.generation.batch.cache_size import (
-    GIB,
-    choose_auto_share,
-    count_full_blocks,
-    plan_cache_blocks,
-)
+from meshrl.common.generation.batch.cache_size import GIB, choose_auto_share, plan_cache_blocks
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.builtin.engine import BuiltinEngine
 from meshrl.common.generation.builtin.engine_builder import build_engine
 from meshrl.common.generation.builtin.free_memory import measure_free_bytes
 from meshrl.common.generation.engine_contract import GenerationRequest
 from meshrl.common.job.cache_memory import CacheMemory
+from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS, count_full_blocks
 from meshrl.common.job.memory.generation import count_weight_bytes, estimate_step_bytes
 from meshrl.common.model.architecture.config import ModelConfig
 from tests.unit.common.generation.engines_under_test import (

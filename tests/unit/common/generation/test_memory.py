@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from meshrl.common.base.errors import ConfigError, Refused
 from meshrl.common.generation.backends.buckets import GraphBuckets
-from meshrl.common.generation.batch.blocks import BLOCK_TOKENS, BlockPool, PrefixCache
+from meshrl.common.generation.batch.blocks import BlockPool, PrefixCache
 from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS
 from tests.unit.common.generation.engines_under_test import (
     TINY,
     Listener,

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from meshrl.common.api.engine import FinishReason
 from meshrl.common.generation.batch.adapter_deltas import AdapterDeltas
-from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
 from meshrl.common.generation.batch.cache_size import CachePlan
 from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
@@ -23,6 +22,7 @@ from meshrl.common.generation.batch.step_compute import SlotIndices
 from meshrl.common.generation.builtin.engine import BuiltinEngine, EngineOptions
 from meshrl.common.generation.builtin.loaded_weights import get_tensor_shapes
 from meshrl.common.generation.engine_contract import IntArray
+from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS
 from tests.unit.common.generation.engines_under_test import (
     TINY,
     VOCAB,

@@ -14,9 +14,6 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.generation.backends.graphs import GraphCompute
 from meshrl.common.generation.backends.native import HEAD_WIDTHS
 from meshrl.common.generation.backends.native import SCORE_CHUNK_TOKENS as NATIVE_CHUNK
-from meshrl.common.generation.batch import cache_size
-from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
-from meshrl.common.generation.batch.step_compute import MAX_PREFILL_TOKENS
 from meshrl.common.generation.builtin import engine_builder
 from meshrl.common.job.config import (
     AlgorithmConfig,
@@ -27,6 +24,7 @@ from meshrl.common.job.config import (
     ZebraConfig,
 )
 from meshrl.common.job.memory import activations, generation, training
+from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS, count_least_blocks
 from meshrl.common.job.memory.model_sizes import ModelSizes
 from meshrl.common.job.memory.plan import JobModels, RoleCounts, plan_memory
 from meshrl.common.job.memory.process_memory import TOLERANCE, ProcessMemory, describe_bytes
@@ -96,8 +94,6 @@ def test_constants_are_those_of_the_programs() -> None:
     assert activations.MIN_CHUNK_IDS == linear_logprob.MIN_CHUNK_IDS
     assert training.MAX_UNSHARDED_BYTES == fsdp.MAX_UNSHARDED_BYTES
     assert training.MAX_UPDATE_NUMBERS == optimizers.MAX_BATCH_NUMBERS
-    assert generation.BLOCK_TOKENS == BLOCK_TOKENS
-    assert generation.MAX_PREFILL_TOKENS == MAX_PREFILL_TOKENS
     assert generation.NATIVE_HEAD_WIDTHS == HEAD_WIDTHS
     assert generation.SCORE_CHUNK_TOKENS == NATIVE_CHUNK
 
@@ -192,7 +188,7 @@ def test_cache_is_limited_by_its_key() -> None:
         engine = generation.plan_engine(config, DENSE, 1, 1)
         token_bytes = generation.count_cache_bytes(DENSE, 4, 1, is_native=True)
         assert engine.cache == tokens * token_bytes
-        least_blocks = cache_size.count_least_blocks(config.rollout.max_tokens)
+        least_blocks = count_least_blocks(config.rollout.max_tokens)
         assert engine.least_cache == least_blocks * BLOCK_TOKENS * token_bytes
 
 
