@@ -13,6 +13,7 @@ from meshrl.common.base.encoding.messages import message
 
 # a longer wait needs another request, which keeps its place in the queue
 SLICE_WAIT_TIMEOUT_S = 600.0
+PREPARE_TIMEOUT_S = 900.0  # to move about 100 GB to and from a disk
 
 
 # A memory segment outlives the process that uses it, and ends with the worker that owns it.
@@ -49,8 +50,12 @@ class AcquireSlice:
     process: str  # name of the requesting process
     incarnation: str  # of that process
     ticket: int  # number of the request: a repeated number is the same request
-    operation: str  # generate | score | train_step | sync | save
+    # generate | score | forward_backward | optim_step | train_step | sync | save | load
+    function: str
     estimate_s: float  # expected duration; 0: unknown
+    # of `meshrl.common.state.pool.workers.rows.TensorKind`: kinds that must be on the accelerator;
+    # empty: all of the instance
+    kinds: list[str]
 
 
 @message
@@ -73,6 +78,67 @@ class ReleaseSlice:
 
 
 @message
+class PrepareResidency:
+    """Order of a gang's slice scheduler to bring kinds of an instance onto a worker's accelerator.
+
+    Other kinds leave it to make room. A prefetch takes only room that nothing else needs, and the
+    next order may cancel it.
+    """
+
+    ticket: str  # name of the request for a time slice; a repeated ticket is the same order
+    instance: str
+    generation: int
+    kinds: list[str]
+    # instances whose kinds must stay: they compute in time slices now
+    computing_instances: list[str]
+    prefetch: bool
+
+
+@message
+class KindMove:
+    """Move of a kind between tiers of a worker, as it happened."""
+
+    instance: str
+    kind: str
+    source: str  # tier
+    target: str  # tier
+    size_bytes: int
+    duration_s: float
+
+
+@message
+class ResidencyReport:
+    """Answer to PrepareResidency, when the kinds are on the accelerator or a prefetch has ended."""
+
+    is_complete: bool  # False: a prefetch that lacked room, or was cancelled
+    moves: list[KindMove]
+    prefetched_bytes: int  # of the kinds, which were loaded by an earlier prefetch
+
+
+@message
+class InstanceResidency:
+    """Bytes of an instance's kinds on one worker, by kind."""
+
+    instance: str
+    generation: int
+    accelerator_bytes: dict[str, int]
+    size_bytes: dict[str, int]  # when on the accelerator
+    dirty_kinds: list[str]  # without an equal copy in host memory or on disk
+
+
+@message
+class ResidencyState:
+    """State of a worker's residency, from which a slice scheduler estimates the cost of switches.
+
+    Rates are bytes per second as measured, by `source>target` of tiers; a missing one is unknown.
+    """
+
+    accelerator_budget: int  # bytes; 0: unlimited
+    instances: list[InstanceResidency]
+    rates: dict[str, float]
+
+
+@message
 class KillInstance:
     """Order to kill an instance's processes at once. The answer comes when none is left."""
 
@@ -91,6 +157,11 @@ class Worker(Interface):
     delete_segment = Call(str, NoneType, deadline_s=10.0, idempotent=True)
     acquire_slice = Call(AcquireSlice, TimeSlice, deadline_s=SLICE_WAIT_TIMEOUT_S, idempotent=True)
     release_slice = Call(ReleaseSlice, NoneType, deadline_s=10.0, idempotent=True)
+    # GpuMemoryFull, StorageFull: the kinds do not fit; NotFound: no such process runs here.
+    prepare_residency = Call(
+        PrepareResidency, ResidencyReport, deadline_s=PREPARE_TIMEOUT_S, idempotent=True
+    )
+    read_residency = Call(NoneType, ResidencyState, deadline_s=10.0, idempotent=True)
     kill_instance = Call(KillInstance, NoneType, deadline_s=10.0, idempotent=True)
 
 

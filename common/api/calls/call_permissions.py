@@ -31,7 +31,7 @@ _FILE_READERS = (*_INSTANCES, "node", "rollout")
 
 _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     # calls of a worker to the role process that it started
-    "RoleControl": {"drain set_tier": ("worker",)},
+    "RoleControl": {"drain set_tier move_kinds cancel_move describe_kinds": ("worker",)},
     "Engine": {
         "attach submit abort move_cache": ("rollout",),
         "export_cache": ("engine",),  # an engine that takes over a session
@@ -78,6 +78,7 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # its role processes offload their tensors there
         "create_segment find_segment delete_segment": _INSTANCES,
         "acquire_slice release_slice": _INSTANCES,  # of rank 0's worker
+        "prepare_residency read_residency": ("worker",),  # rank 0's worker
         "kill_instance": ("worker",),  # of rank 0, if a time slice was not released
     },
 }

@@ -37,6 +37,42 @@ class TierUsage:
     disk_bytes: int
 
 
+@message
+class MoveKinds:
+    """Order of a worker to its role process, which has no time slice, to move kinds of its tensors.
+
+    Copies are verified. A copy that exists at the tier stays whole until the new one is complete.
+    A repeated order changes nothing; Fenced: a later order has come; StorageFull: no space.
+    """
+
+    order: int  # number, which increases with each order of the worker to this process
+    # load: to the accelerator from the best copy; offload: to `tier`, then free the accelerator;
+    # write_back: copy what is dirty to `tier`, and keep both; drop: free what can be rebuilt
+    action: str
+    kinds: list[str]  # of `meshrl.common.state.pool.workers.rows.TensorKind`
+    tier: str  # memory | disk; empty for load and drop
+
+
+@message
+class KindState:
+    """State of one kind of a process's tensors."""
+
+    kind: str
+    size_bytes: int  # when on the accelerator
+    accelerator_bytes: int  # now
+    memory_bytes: int  # of its copy there
+    disk_bytes: int  # of its copy there
+    is_dirty: bool  # True: no copy equals the tensors on the accelerator
+    can_drop: bool  # True: the process rebuilds it without a copy
+
+
+@message
+class KindStates:
+    """Answer to MoveKinds: the state of every kind that the process has."""
+
+    kinds: list[KindState]
+
+
 class RoleControl(Interface):
     """The methods that every role process has."""
 
@@ -44,3 +80,7 @@ class RoleControl(Interface):
     # the reason for the log. After the answer the process may be stopped.
     drain = Call(str, NoneType, deadline_s=5.0, idempotent=True)
     set_tier = Call(SetTier, TierUsage, deadline_s=SET_TIER_TIMEOUT_S, idempotent=True)
+    move_kinds = Call(MoveKinds, KindStates, deadline_s=SET_TIER_TIMEOUT_S, idempotent=True)
+    # Cancels an order between two chunks; each kind is then where it was before, or where it goes.
+    cancel_move = Call(int, KindStates, deadline_s=30.0, idempotent=True)
+    describe_kinds = Call(NoneType, KindStates, deadline_s=10.0, idempotent=True)

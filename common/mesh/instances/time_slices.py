@@ -11,7 +11,7 @@ not time-sliced, the block runs at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -76,10 +76,13 @@ class SliceClient:
             await self._all_sliced.wait()
 
     @asynccontextmanager
-    async def time_slice(self, function: str, estimate_s: float = 0.0) -> AsyncIterator[None]:
+    async def time_slice(
+        self, function: str, estimate_s: float = 0.0, kinds: Sequence[str] = ()
+    ) -> AsyncIterator[None]:
         """Run the block in a time slice; other computations of this process wait for its end.
 
-        `estimate_s` raises the measured estimate of the block's duration. Requests to an
+        `estimate_s` raises the measured estimate of the block's duration. `kinds` of the instance's
+        tensors are on the accelerator meanwhile; none: all. Requests to an
         unavailable scheduler are repeated within a bound (`RetryPolicy`), whose last error is
         raised. Raises Refused within another time slice.
         """
@@ -90,7 +93,7 @@ class SliceClient:
         if self._holder is not None and self._holder is asyncio.current_task():
             raise Refused(f"{function} starts within a time slice", where=self._mesh.name)
         async with self._busy:
-            ticket = await self.acquire_slice(function, estimate_s)
+            ticket = await self.acquire_slice(function, estimate_s, kinds)
             self._holder = asyncio.current_task()
             began = self._mesh.clock.monotonic()
             try:
@@ -100,7 +103,11 @@ class SliceClient:
                 self.release_slice(ticket, function, self._mesh.clock.monotonic() - began)
 
     async def run_in_slice(
-        self, function: str, work: Callable[[], Awaitable[T]], estimate_s: float = 0.0
+        self,
+        function: str,
+        work: Callable[[], Awaitable[T]],
+        estimate_s: float = 0.0,
+        kinds: Sequence[str] = (),
     ) -> T:
         """Run `work` in a time slice and return its result.
 
@@ -114,7 +121,7 @@ class SliceClient:
 
         async def piece() -> T:
             nonlocal has_started
-            async with self.time_slice(function, estimate_s):
+            async with self.time_slice(function, estimate_s, kinds):
                 has_started = True
                 return await work()
 
@@ -129,7 +136,9 @@ class SliceClient:
             task.add_done_callback(self._detached.discard)
             raise
 
-    async def acquire_slice(self, function: str, estimate_s: float = 0.0) -> int:
+    async def acquire_slice(
+        self, function: str, estimate_s: float = 0.0, kinds: Sequence[str] = ()
+    ) -> int:
         """Acquire a time slice outside a block and return its ticket.
 
         The caller must call `release_slice` in every case, and request no other time slice before.
@@ -145,8 +154,9 @@ class SliceClient:
             process=self._mesh.name,
             incarnation=self._mesh.incarnation,
             ticket=self._last_ticket,
-            operation=function,
+            function=function,
             estimate_s=max(estimate_s, self.estimate_s(function)),
+            kinds=list(kinds),
         )
         try:
             await self._call_scheduler(Worker.acquire_slice, request)

@@ -178,7 +178,7 @@ class SliceScheduler:
                     request.incarnation,
                     request.ticket,
                     request.process,
-                    request.operation,
+                    request.function,
                     request.estimate_s,
                     frozenset(instance.ranks),
                 )
@@ -235,7 +235,7 @@ class SliceScheduler:
         if not await self._is_replaced(grant):
             held_s = self._mesh.clock.monotonic() - grant.granted_at
             why = (
-                f"it did not release its time slice for {slice_request.operation} after "
+                f"it did not release its time slice for {slice_request.function} after "
                 f"{held_s:.1f} s"
             )
             self.killed_count += 1

@@ -12,7 +12,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-OPERATIONS = ("generate", "score", "train_step", "warm_start", "sync", "save")
+FUNCTIONS = (
+    "generate",
+    "score",
+    "forward_backward",
+    "optim_step",
+    "train_step",
+    "warm_start",
+    "sync",
+    "save",
+    "load",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ class SliceRequest:
     incarnation: str  # of the requesting process
     sequence_number: int  # number of its requests so far
     process: str  # name of that process
-    operation: str  # one of OPERATIONS
+    function: str  # one of FUNCTIONS
     estimate_s: float  # 0: unknown
     ranks: frozenset[int]  # all ranks of the instance
 

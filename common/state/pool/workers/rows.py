@@ -28,6 +28,15 @@ class Tier(StrEnum):
     ABSENT = "absent"  # no process: only a checkpoint is left
 
 
+class TensorKind(StrEnum):
+    """Kind of an instance's tensors: the unit in which a worker moves them between tiers."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    KV_CACHE = "kv_cache"
+
+
 class InstancePhase(StrEnum):
     """State of an instance's process, as its worker reports it."""
 

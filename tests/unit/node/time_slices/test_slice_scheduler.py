@@ -168,7 +168,7 @@ async def test_host_suspension_extends_the_deadlines_of_holders(
     scheduler = SliceScheduler(stage.mesh("worker/w0"), "w0", kill, LEASES)
     scheduler.set_gang(stage.gang)
     running = asyncio.create_task(scheduler.run())
-    await scheduler.acquire(AcquireSlice("g0.0", 1, "engine/g0.0", "a", 1, "generate", 3.0))
+    await scheduler.acquire(AcquireSlice("g0.0", 1, "engine/g0.0", "a", 1, "generate", 3.0, []))
     await clock.sleep(1.0)
     cast(VirtualLoop, asyncio.get_running_loop()).now_s += 600.0  # the scheduler polls first
     await clock.sleep(3.0)
@@ -299,6 +299,6 @@ async def test_slices_are_acquired_only_when_enabled_and_never_nested(
 async def test_generation_not_on_record_gets_no_slice(stage: Stage) -> None:
     await stage.worker("w0")
     mesh, _ = await stage.join_instance(0)
-    old = AcquireSlice("g0.0", 0, mesh.name, mesh.incarnation, 1, "generate", 1.0)
+    old = AcquireSlice("g0.0", 0, mesh.name, mesh.incarnation, 1, "generate", 1.0, [])
     with pytest.raises(ServiceUnavailable, match="generation 0"):
         await mesh.ref("worker/w0").call(Worker.acquire_slice, old)
