@@ -60,10 +60,15 @@ class AcquireSlice:
 
 @message
 class TimeSlice:
-    """Granted time slice: a process that still has it after `duration_s` is killed."""
+    """Granted time slice: a process that still has it after `duration_s` is killed.
+
+    A holder that could continue, such as an engine at a step boundary, releases it after
+    `quantum_s`; 0: whenever that suits the holder.
+    """
 
     ticket: int
     duration_s: float
+    quantum_s: float
 
 
 @message
@@ -139,6 +144,67 @@ class ResidencyState:
 
 
 @message
+class ExplainSlices:
+    """Request for the recent decisions of a gang's slice scheduler, and its history of slices."""
+
+    # wall clock, seconds of the epoch: omits slices that ended before, and decisions; 0: all
+    since_s: float
+
+
+@message
+class SliceCandidate:
+    """Request for a time slice, as a decision compared it with others. Times are in seconds."""
+
+    instance: str
+    function: str
+    wait_s: float  # since the request
+    service_s: float  # expected duration of the slice
+    switch_s: float  # expected duration of the moves of tensors before the slice
+    score: float  # of the policy; the highest goes first
+
+
+@message
+class SliceDecision:
+    """Choice of the next request by the policy of a gang's slice scheduler."""
+
+    at_s: float  # wall clock, seconds of the epoch
+    policy: str
+    candidates: list[SliceCandidate]  # best first
+    chosen: str  # instance
+    # such as `response ratio`, `quantum`, `starvation cap`
+    reason: str
+
+
+@message
+class SliceRecord:
+    """Time slice of a gang's history. Times are seconds of the epoch, by the wall clock."""
+
+    number: int  # of the scheduler's slices so far; a restarted scheduler begins at 1
+    instance: str
+    job: str
+    function: str
+    ranks: list[int]  # of the gang
+    requested_s: float
+    # start of the moves of tensors; equal to granted_s if there were none
+    chosen_s: float
+    granted_s: float
+    ended_s: float  # 0: not yet
+    end: str  # released | killed | lost (the process has exited); empty: not yet
+    moves: list[KindMove]  # before the slice, on all its workers
+    hidden_bytes: int  # of its kinds, loaded by a prefetch while others computed
+
+
+@message
+class SliceExplanation:
+    """Answer to ExplainSlices."""
+
+    gang: str  # whose slice scheduler this worker is; empty: none
+    policy: str
+    decisions: list[SliceDecision]  # in the order of time
+    slices: list[SliceRecord]  # in the order of grants
+
+
+@message
 class KillInstance:
     """Order to kill an instance's processes at once. The answer comes when none is left."""
 
@@ -162,6 +228,7 @@ class Worker(Interface):
         PrepareResidency, ResidencyReport, deadline_s=PREPARE_TIMEOUT_S, idempotent=True
     )
     read_residency = Call(NoneType, ResidencyState, deadline_s=10.0, idempotent=True)
+    explain_slices = Call(ExplainSlices, SliceExplanation, deadline_s=5.0, idempotent=True)
     kill_instance = Call(KillInstance, NoneType, deadline_s=10.0, idempotent=True)
 
 

@@ -41,8 +41,9 @@ from meshrl.services.node.instances.desired_roles import (
 from meshrl.services.node.instances.gpu_memory import GpuMemoryGuard
 from meshrl.services.node.instances.role_process import WorkerContext
 from meshrl.services.node.instances.segments import MemorySegments, SegmentCallsMixin
-from meshrl.services.node.instances.slice_scheduler import SliceCallsMixin, SliceScheduler
 from meshrl.services.node.instances.worker_instances import WorkerInstances
+from meshrl.services.node.slices.residency import FullyResident
+from meshrl.services.node.slices.slice_scheduler import SliceCallsMixin, SliceScheduler
 
 POLL_S = 0.5  # between two polls of the record; a hint arrives earlier
 LEAVE_TIMEOUT_S = 3.0  # to release the name
@@ -64,7 +65,7 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
             self._invalidate_record,
             lambda instance: self.slice_scheduler.release_instance(instance),
         )
-        self.slice_scheduler = SliceScheduler(mesh, row.id, self.instances.kill)
+        self.slice_scheduler = SliceScheduler(mesh, row.id, self.instances.kill, FullyResident())
         self.segments = context.segments
 
     def stats(self) -> WorkerStats:

@@ -79,6 +79,7 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "create_segment find_segment delete_segment": _INSTANCES,
         "acquire_slice release_slice": _INSTANCES,  # of rank 0's worker
         "prepare_residency read_residency": ("worker",),  # rank 0's worker
+        "explain_slices": ("person",),  # of rank 0's worker
         "kill_instance": ("worker",),  # of rank 0, if a time slice was not released
     },
 }

@@ -20,8 +20,9 @@ from meshrl.common.mesh.process.child_handle import SystemChild
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.state.pool.workers.rows import Gang, Instance, InstancePhase, Role
-from meshrl.services.node.instances.slice_scheduler import SliceCallsMixin, SliceScheduler
-from meshrl.services.node.instances.time_slices import SliceLimits
+from meshrl.services.node.slices.residency import FullyResident
+from meshrl.services.node.slices.slice_queue import SliceLimits
+from meshrl.services.node.slices.slice_scheduler import SliceCallsMixin, SliceScheduler
 from tests.load import scaled
 from tests.unit.node.smallmesh import ROOT, SOON_S, SmallMesh, has_exited
 from tests.unit.node.time_slices.test_slice_scheduler import REST
@@ -89,7 +90,7 @@ async def test_engine_and_trainer_share_a_worker_and_a_stopped_slice_holder_is_k
     leases = SliceLimits(factor=1.0, floor_s=scaled(FLOOR_S), cap_s=HOUR_S, default_s=HOUR_S)
     worker = await Mesh.open("worker/w0", "worker", mesh.settings)
     actor = type("OnlyTurns", (SliceCallsMixin,), {"interface": Worker, **REST})()
-    actor.slice_scheduler = scheduler = SliceScheduler(worker, "w0", kill, leases)
+    actor.slice_scheduler = scheduler = SliceScheduler(worker, "w0", kill, FullyResident(), leases)
     scheduler.set_gang(GANG)
     await worker.join(actor)
     running = asyncio.create_task(scheduler.run())

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.services.node.instances.time_slices import (
+from meshrl.services.node.slices.slice_queue import (
     SliceGrant,
     SliceLimits,
     SlicePolicy,

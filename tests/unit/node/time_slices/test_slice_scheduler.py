@@ -21,12 +21,13 @@ from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
-from meshrl.services.node.instances.slice_scheduler import (
+from meshrl.services.node.slices.residency import FullyResident
+from meshrl.services.node.slices.slice_queue import SliceLimits
+from meshrl.services.node.slices.slice_scheduler import (
     REMOVED_INSTANCE_GRACE_S,
     SliceCallsMixin,
     SliceScheduler,
 )
-from meshrl.services.node.instances.time_slices import SliceLimits
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.sim.virtual_loop import VirtualClock, VirtualLoop, run_virtual
 from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
@@ -34,7 +35,10 @@ from tests.simulated_host import SimulatedHost
 from tests.stories import story_on, virtual_test
 
 LEASES = SliceLimits(factor=2.0, floor_s=5.0, cap_s=60.0, default_s=20.0)
-MINE = ("acquire_slice", "release_slice", "kill_instance")
+MINE = (
+    *("acquire_slice", "release_slice", "kill_instance"),
+    *("prepare_residency", "read_residency", "explain_slices"),
+)
 
 
 def make_rejection(method: Any) -> Any:
@@ -88,7 +92,7 @@ class Stage:
             self.kills.append((worker, instance, generation))
 
         actor = type("OnlyTurns", (SliceCallsMixin,), {"interface": Worker, **REST})()
-        actor.slice_scheduler = SliceScheduler(mesh, worker, kill, LEASES)
+        actor.slice_scheduler = SliceScheduler(mesh, worker, kill, FullyResident(), LEASES)
         actor.slice_scheduler.set_gang(self.gang)
         await mesh.join(actor)
         self.running = asyncio.create_task(actor.slice_scheduler.run())
@@ -165,7 +169,7 @@ async def test_host_suspension_extends_the_deadlines_of_holders(
     async def kill(instance: str, generation: int, why: str) -> None:
         kills.append(instance)
 
-    scheduler = SliceScheduler(stage.mesh("worker/w0"), "w0", kill, LEASES)
+    scheduler = SliceScheduler(stage.mesh("worker/w0"), "w0", kill, FullyResident(), LEASES)
     scheduler.set_gang(stage.gang)
     running = asyncio.create_task(scheduler.run())
     await scheduler.acquire(AcquireSlice("g0.0", 1, "engine/g0.0", "a", 1, "generate", 3.0, []))

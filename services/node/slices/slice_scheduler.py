@@ -11,7 +11,18 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from meshrl.common.api.node import AcquireSlice, KillInstance, ReleaseSlice, TimeSlice, Worker
+from meshrl.common.api.node import (
+    AcquireSlice,
+    ExplainSlices,
+    KillInstance,
+    PrepareResidency,
+    ReleaseSlice,
+    ResidencyReport,
+    ResidencyState,
+    SliceExplanation,
+    TimeSlice,
+    Worker,
+)
 from meshrl.common.api.stats import SliceStats
 from meshrl.common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
@@ -21,7 +32,8 @@ from meshrl.common.mesh.runtime.task_groups import run_all
 from meshrl.common.state import registry
 from meshrl.common.state.pool.workers.process_names import worker_name
 from meshrl.common.state.pool.workers.rows import Gang
-from meshrl.services.node.instances.time_slices import (
+from meshrl.services.node.slices.residency import Residency
+from meshrl.services.node.slices.slice_queue import (
     SliceGrant,
     SliceLimits,
     SlicePolicy,
@@ -43,10 +55,19 @@ class SliceScheduler:
     """Scheduler of the time slices of the gang whose first worker is this one; otherwise idle."""
 
     def __init__(
-        self, mesh: Mesh, worker: str, kill: KillInstanceProcess, limits: SliceLimits | None = None
+        self,
+        mesh: Mesh,
+        worker: str,
+        kill: KillInstanceProcess,
+        residency: Residency,
+        limits: SliceLimits | None = None,
     ) -> None:
-        """Create a scheduler; `kill` ends this worker's own process of an instance, if any."""
+        """Create a scheduler.
+
+        `kill` ends this worker's own process of an instance, if any. `residency` is this worker's.
+        """
         self._mesh, self._worker, self._kill, self._limits = mesh, worker, kill, limits
+        self.residency = residency
         self._gang: Gang | None = None
         self._policy = SlicePolicy(limits)
         self._pending_grants: dict[tuple[str, str, int], asyncio.Future[SliceGrant]] = {}
@@ -117,7 +138,11 @@ class SliceScheduler:
         finally:
             if self._pending_grants.get(key) is future:
                 del self._pending_grants[key]
-        return TimeSlice(request.ticket, grant.deadline - self._mesh.clock.monotonic())
+        return TimeSlice(request.ticket, grant.deadline - self._mesh.clock.monotonic(), 0.0)
+
+    def explain(self, request: ExplainSlices) -> SliceExplanation:
+        """Return the recent decisions and slices of this worker's gang."""
+        return SliceExplanation(self._gang.id if self._gang else "", "round_robin", [], [])
 
     def release(self, request: ReleaseSlice) -> None:
         """Release the slice of a request, and drop that process's earlier requests."""
@@ -278,6 +303,18 @@ class SliceCallsMixin(Actor):
     @call(Worker.release_slice)
     def release_slice(self, request: ReleaseSlice) -> None:
         self.slice_scheduler.release(request)
+
+    @call(Worker.prepare_residency)
+    async def prepare_residency(self, order: PrepareResidency) -> ResidencyReport:
+        return await self.slice_scheduler.residency.prepare(order)
+
+    @call(Worker.read_residency)
+    def read_residency(self, _: None) -> ResidencyState:
+        return self.slice_scheduler.residency.state()
+
+    @call(Worker.explain_slices)
+    def explain_slices(self, request: ExplainSlices) -> SliceExplanation:
+        return self.slice_scheduler.explain(request)
 
     @call(Worker.kill_instance)
     async def kill_instance(self, request: KillInstance) -> None:
