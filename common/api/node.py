@@ -6,6 +6,7 @@ that a worker owns for its role processes.
 
 from __future__ import annotations
 
+from dataclasses import field
 from types import NoneType
 
 from meshrl.common.api.calls.interface import Call, Cast, ChangeHint, Interface
@@ -97,6 +98,8 @@ class PrepareResidency:
     # instances whose kinds must stay: they compute in time slices now
     computing_instances: list[str]
     prefetch: bool
+    # instances that wait for time slices, the expected next one first: their kinds leave last
+    waiting_instances: list[str] = field(default_factory=list)
 
 
 @message

@@ -77,7 +77,8 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "notify_change": ("planner",),  # its gang's record has changed
         # its role processes offload their tensors there
         "create_segment find_segment delete_segment": _INSTANCES,
-        "acquire_slice release_slice": _INSTANCES,  # of rank 0's worker
+        # of rank 0's worker; a worker makes room for an instance that starts
+        "acquire_slice release_slice": (*_INSTANCES, "worker"),
         "prepare_residency read_residency": ("worker",),  # rank 0's worker
         "explain_slices": ("person",),  # of rank 0's worker
         "kill_instance": ("worker",),  # of rank 0, if a time slice was not released
