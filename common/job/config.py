@@ -569,6 +569,9 @@ class PoolConfig(ConfigTable):
     priority: Integer = 0  # jobs of higher priority take workers from those of lower priority
     share: PositiveNumber = 1.0  # weight among jobs of the same priority
     workers: PoolWorkersConfig = field(default_factory=PoolWorkersConfig)
+    # Engines on the workers of the core, by time slices: always, never, or where the planner
+    # predicts a shorter step or workers are few.
+    colocate: Literal["auto", "always", "never"] = "auto"
 
 
 @dataclass(frozen=True)

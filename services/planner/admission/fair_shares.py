@@ -153,6 +153,8 @@ def _admit_priority_level(
             )
             why = f"it needs {least} {noun}, and {free} of {total} are free{beside}"
             why = why if total else f"it needs {least} {noun}, and the mesh has none at present"
+            if job.requirements.colocate == "never":
+                why += ', and pool.colocate = "never" keeps its engines off the core\'s workers'
             division.rejected[job.id] = why
         elif home := capacity.take_core_place(
             job.requirements, "" if claim.is_stranded else claim.core_place

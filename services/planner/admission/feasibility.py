@@ -11,6 +11,7 @@ from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.scheduling.decisions import FailJob, Rationale
 from meshrl.common.state.pool.scheduling.feasibility import (
     drop_infeasible_degrees,
+    explain_no_colocation,
     explain_no_common_location,
     explain_too_few_workers,
     explain_too_little_memory,
@@ -44,6 +45,7 @@ def find_infeasible_jobs(
                 ""
                 if job.id in there
                 else explain_too_little_memory(need, expected_workers, settings)
+                or explain_no_colocation(need, expected_workers, settings)
             )
         )
     short = {job: infeasible_since.get(job, now_ms) for job, found in why.items() if found}

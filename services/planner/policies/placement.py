@@ -10,8 +10,11 @@ from collections.abc import Set
 
 from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.scheduling.decisions import Rationale
-from meshrl.common.state.pool.scheduling.feasibility import estimate_accelerator_bytes, has_room
-from meshrl.common.state.pool.workers.rows import Role, Tier
+from meshrl.common.state.pool.scheduling.feasibility import (
+    explain_no_residency,
+    list_slice_bytes,
+)
+from meshrl.common.state.pool.workers.rows import Role
 from meshrl.services.planner.policies import engine_placement
 from meshrl.services.planner.policies.core_placement import place_core
 from meshrl.services.planner.policies.hybrid_transfers import can_add_hybrids
@@ -49,7 +52,10 @@ def place_floor(
     _place_scoring(draft, job, share)
     if not job.requirements.needs_rollout:
         return
-    if share - _count_fixed_workers(job) >= job.requirements.smallest_engine:
+    if job.requirements.is_colocated:
+        if time_slicing:
+            _start_time_slicing(draft, job, share)
+    elif share - _count_fixed_workers(job) >= job.requirements.smallest_engine:
         if not draft.get_instances(job.id).engines:
             why, repair = (
                 _make_rationale("default", job, share),
@@ -58,7 +64,9 @@ def place_floor(
             engine_placement.place_only_engine(
                 draft, job, share - _count_fixed_workers(job), why, repair
             )
-    elif time_slicing and job.requirements.can_time_slice:
+    elif (
+        time_slicing and job.requirements.can_time_slice and not draft.get_instances(job.id).engines
+    ):
         _start_time_slicing(draft, job, share)
 
 
@@ -125,6 +133,7 @@ def end_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     if (
         team.core is None
         or not ready
+        or job.requirements.is_colocated
         or share - _count_fixed_workers(job) < job.requirements.smallest_engine
     ):
         return
@@ -166,17 +175,18 @@ def _place_scoring(draft: PoolDraft, job: PlannedJob, share: int) -> None:
 
 
 def _start_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
-    """Place an engine on each worker of the core, time-sliced with it."""
-    why = _make_rationale("turns", job, share)
+    """Place an engine on each worker of the core that has none, time-sliced with it."""
     team = draft.get_instances(job.id)
     core = team.core
-    if core is None or not core.is_awake or team.engines or team.time_sliced_engines:
+    if core is None or not core.is_awake:
         return
-    need = estimate_accelerator_bytes(Role.TRAINING, True, len(core.workers), job.requirements)
-    need += estimate_accelerator_bytes(Role.ROLLOUT, False, 1, job.requirements)
-    if not all(has_room(draft.workers[w].budget, Tier.ACCELERATOR, 0, need) for w in core.workers):
+    there = {worker for engine in team.time_sliced_engines for worker in engine.workers}
+    lacking = [worker for worker in core.workers if worker not in there]
+    needs = list_slice_bytes(job.requirements)
+    if any(explain_no_residency(draft.workers[w].budget, needs) for w in lacking):
         return
-    if not core.instance.time_sliced:
-        core = draft.update_instance(core, why, time_sliced=True)
-    for worker in core.workers:
+    why = _make_rationale("turns", job, share)
+    if lacking and not core.instance.time_sliced:
+        draft.update_instance(core, why, time_sliced=True)
+    for worker in lacking:
         draft.place_instance([worker], job.id, Role.ROLLOUT, why, time_sliced=True)

@@ -19,7 +19,7 @@ from meshrl.common.state.pool.demand.role_memory import RoleMemory
 from meshrl.common.state.pool.scheduling.decisions import Decision, PlaceInstance
 from meshrl.common.state.pool.scheduling.feasibility import count_min_workers, explain_infeasible
 from meshrl.common.state.pool.store.snapshot_documents import decode_snapshot, encode_snapshot
-from meshrl.common.state.pool.workers.rows import InstancePhase, Tier
+from meshrl.common.state.pool.workers.rows import InstancePhase, Tier, TierBytes
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.services.planner.admission.fair_shares import ShareBounds, fill_shares
 from meshrl.services.planner.explain import get_decision_kind
@@ -169,16 +169,29 @@ def test_engine_without_time_slicing_has_its_own_worker() -> None:
 MEMORY = RoleMemory(core=400, core_state=300, hybrid=200, engines={1: 100})
 
 
-def test_engine_and_core_share_no_accelerator_without_enough_memory() -> None:
-    jobs = [job("a", memory=MEMORY)]
-    bench = PlannerBench(pool([1], *jobs))
-    small = replace(bench.snapshot.workers[0].budget, accelerator=450)
+def test_engine_and_core_take_turns_if_the_tiers_together_hold_both() -> None:
+    bench = PlannerBench(pool([1], job("a", memory=MEMORY)))
+    small = TierBytes(accelerator=450, memory=20, disk=20)
     bench.update_worker("w0", budget=small)
     bench.settle()
     assert bench.roles("a") == {"w0": "core"}
-    bench.update_worker("w0", budget=replace(small, accelerator=500))
+    bench.update_worker("w0", budget=replace(small, memory=30))
     bench.settle()
     assert bench.roles("a") == {"w0": "core+rollout"}
+
+
+def test_job_whose_engine_never_fits_beside_its_core_fails_with_the_figures() -> None:
+    bench = PlannerBench(pool([1], job("a", phase=Phase.QUEUED, memory=MEMORY)))
+    bench.update_worker("w0", budget=TierBytes(accelerator=399, memory=20, disk=20))
+    needs, workers = bench.snapshot.jobs[0].requirements, bench.snapshot.workers
+    assert "400 bytes" in explain_infeasible(needs, workers, PoolSettings())
+    bench.update_worker("w0", budget=TierBytes(accelerator=400, memory=20, disk=20))
+    workers = bench.snapshot.workers
+    why = explain_infeasible(needs, workers, PoolSettings())
+    assert "500 bytes" in why and "440 bytes" in why
+    assert (
+        explain_infeasible(replace(needs, can_time_slice=False), workers * 2, PoolSettings()) == ""
+    )
 
 
 def test_second_core_does_not_sleep_on_a_full_disk() -> None:

@@ -34,6 +34,7 @@ class JobRequirements:
     can_time_slice: bool = (
         True  # True if its engines can share workers with its core by time slices
     )
+    colocate: str = "auto"  # pool.colocate: auto, always or never
     needs_scoring: bool = False  # True if it has frozen models, which one worker hosts
     shards: int = 1
     sandboxes: int = 0
@@ -51,8 +52,16 @@ class JobRequirements:
 
     @property
     def worker_floor(self) -> int:
-        """Workers for the core, the smallest engine and the frozen models, without time slices."""
-        return self.ranks + self.smallest_engine * int(self.needs_rollout) + int(self.needs_scoring)
+        """Workers for the core, the smallest engine and the frozen models. Engines take time slices
+        of the core's workers only if they always do.
+        """
+        engine = self.smallest_engine if self.needs_rollout and not self.is_colocated else 0
+        return self.ranks + engine + int(self.needs_scoring)
+
+    @property
+    def is_colocated(self) -> bool:
+        """True if each worker of the core always hosts an engine too."""
+        return self.colocate == "always" and self.can_time_slice and self.needs_rollout
 
     @property
     def smallest_engine(self) -> int:
@@ -96,6 +105,7 @@ def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
     reward, training = document["reward"], document["training"]
     sandboxed = document["environment"]["tools"] or reward["use"] or reward["parts"]
     degrees = tuple(sorted(set(rollout["tensor_parallel"])))
+    colocate = pool.get("colocate", "auto")
     return JobRequirements(
         ranks=training["ranks"],
         attention_ranks=training.get("zebra", {}).get("attention", 0),
@@ -103,7 +113,8 @@ def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
         needs_rollout=_samples_trajectories(document),
         needs_scoring=any(model["path"] for model in models.values()),
         # A server cannot be paused, and an engine of several workers uses all of them at once.
-        can_time_slice=rollout["engine"] != "sglang" and degrees[0] == 1,
+        can_time_slice=rollout["engine"] != "sglang" and degrees[0] == 1 and colocate != "never",
+        colocate=colocate,
         shards=rollout["shards"],
         sandboxes=document["sandbox"]["processes"] if sandboxed else 0,
         isolation_tier=_isolation_tier(document),
@@ -121,13 +132,13 @@ def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
 
 
 def shares_core_worker(config: JobConfig) -> bool:
-    """Return True if the job's own mesh is too small for an engine beside its other roles.
-
-    The engine then computes on a worker of the core, by time slices.
+    """Return True if an engine computes on a worker of the core, by time slices: the job file says
+    so, or the job's own mesh is too small for an engine beside its other roles.
     """
     requirements = derive_requirements(config.to_document())
     others = requirements.ranks + config.planner.training - 1 + requirements.needs_scoring
-    return requirements.needs_rollout and config.mesh.workers <= others
+    is_small = requirements.needs_rollout and config.mesh.workers <= others
+    return requirements.is_colocated or is_small
 
 
 def _count_gradient_bytes(document: Mapping[str, Any]) -> int:

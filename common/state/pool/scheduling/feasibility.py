@@ -52,6 +52,36 @@ def has_room(budget: TierBytes, tier: Tier, used_bytes: int, needed_bytes: int) 
     return not limit or used_bytes + needed_bytes <= limit
 
 
+def explain_no_residency(budget: TierBytes, slice_bytes: Sequence[int], rest_bytes: int = 0) -> str:
+    """Return why instances cannot share a worker's accelerator by time slices; empty if they can.
+
+    `slice_bytes` has the bytes that the slices of each instance need on the accelerator. Only one
+    instance has a slice at a time, and its worker moves the others' tensors to memory and disk: the
+    accelerator must hold the largest, and the three budgets together must hold all. `rest_bytes`
+    is already offloaded there by others. A budget or need of 0 is unlimited, or unknown.
+    """
+    largest, total = max(slice_bytes, default=0), sum(slice_bytes) + rest_bytes
+    if budget.accelerator and largest > budget.accelerator:
+        return (
+            f"a slice needs {describe_bytes(largest)} of accelerator memory, and the worker has "
+            f"{describe_bytes(budget.accelerator)}"
+        )
+    tiers = (budget.accelerator, budget.memory, budget.disk)
+    if all(tiers) and total > sum(tiers):
+        return (
+            f"all their tensors take {describe_bytes(total)}, and the worker's accelerator, memory "
+            f"and disk budgets hold {describe_bytes(sum(tiers))} together"
+        )
+    return ""
+
+
+def list_slice_bytes(requirements: JobRequirements) -> list[int]:
+    """Return the bytes that a core's rank and an engine beside it need for their time slices."""
+    core = estimate_accelerator_bytes(Role.TRAINING, True, requirements.ranks, requirements)
+    engine = estimate_accelerator_bytes(Role.ROLLOUT, False, 1, requirements)
+    return [core, engine] if requirements.needs_rollout else [core]
+
+
 def count_time_sliced_floor(requirements: JobRequirements) -> int:
     """Return the minimum number of workers where engines and cores share workers by time slices."""
     return (
@@ -104,6 +134,7 @@ def explain_infeasible(
         explain_too_few_workers(requirements, places, settings)
         or explain_no_common_location(requirements, workers, settings)
         or explain_too_little_memory(requirements, workers, settings)
+        or explain_no_colocation(requirements, workers, settings)
     )
 
 
@@ -190,6 +221,40 @@ def explain_too_little_memory(
             f"(`--accelerator-bytes`), or change {MEMORY_KEYS[role]}"
         )
     return ""
+
+
+def explain_no_colocation(
+    requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
+) -> str:
+    """Return why a job's engines cannot share the core's workers although they have to.
+
+    Empty if they can, or need not: `pool.colocate` is not "always", and workers suffice.
+    """
+    always = requirements.colocate == "always" and requirements.needs_rollout
+    if always and not requirements.can_time_slice:
+        return (
+            'pool.colocate = "always" needs engines that compute in time slices on one worker: set '
+            "rollout.tensor_parallel to 1, or pool.colocate to auto"
+        )
+    if always and not settings.time_slicing:
+        return (
+            'pool.colocate = "always", but this mesh allows no time slices: set pool.colocate to '
+            "auto, or pool.time_slicing in mesh.toml to true"
+        )
+    enough = len(workers) >= requirements.ranks + requirements.smallest_engine + int(
+        requirements.needs_scoring
+    )
+    if not requirements.needs_rollout or (enough and not always):
+        return ""
+    reasons = [
+        explain_no_residency(worker.budget, list_slice_bytes(requirements)) for worker in workers
+    ]
+    if reasons.count("") >= requirements.ranks:
+        return ""
+    return (
+        "an engine and the core cannot share a worker by time slices: "
+        f"{next(filter(None, reasons))}. Join workers for engines, or give them larger budgets"
+    )
 
 
 def explain_no_common_location(
