@@ -11,6 +11,8 @@ TYPED := meshrl loadtests tests
 export OMP_NUM_THREADS := 1
 # Bytecode is cached, because hundreds of processes would compile the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
+# The first import of a module compiles it; most modules of large packages are never imported.
+export PIP_NO_COMPILE := 1
 
 .PHONY: demo check test test-deep test-ci test-timing test-kubernetes test-sglang verifiers lint format bench gpu-check peers dist site images image-digests test-compose test-slurm test-monitoring clean
 
