@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -245,8 +246,12 @@ def add_market_option(options: argparse.ArgumentParser) -> None:
 def add_budget_options(options: argparse.ArgumentParser) -> None:
     """Add an option for the byte budget of each tier."""
     for tier in ("accelerator", "memory", "disk"):
+        variable = f"MESHRL_{tier.upper()}_BYTES"
         options.add_argument(
-            f"--{tier}-bytes", type=int, default=0, help="bytes that instances may use; 0: all"
+            f"--{tier}-bytes",
+            type=int,
+            default=os.environ.get(variable, "0"),
+            help=f"bytes that instances may use; 0: all; also in ${variable}",
         )
 
 
