@@ -62,7 +62,8 @@ class ThreadDriver:
     """Driver that runs an engine service's steps in a thread of its own.
 
     It runs without a break or, if other instances of the gang compute too, in slices of
-    `SLICE_S`, for each of which it acquires the gang's time slice.
+    `SLICE_S`, for each of which it acquires the gang's time slice. Where switches are dear the
+    scheduler grants longer ones.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -114,7 +115,7 @@ class ThreadDriver:
                 return True
             if service.emulation is not None:
                 service.emulation.reset_lateness()
-            return self._run_steps(service, began + SLICE_S)
+            return self._run_steps(service, began + max(SLICE_S, time_slices.quantum_s))
         finally:
             lasted_s = clock.monotonic() - began
             self._loop.call_soon_threadsafe(time_slices.release_slice, ticket, function, lasted_s)

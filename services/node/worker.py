@@ -44,7 +44,8 @@ from meshrl.services.node.instances.role_process import WorkerContext
 from meshrl.services.node.instances.segments import MemorySegments, SegmentCallsMixin
 from meshrl.services.node.instances.worker_instances import WorkerInstances
 from meshrl.services.node.slices.residency import FullyResident
-from meshrl.services.node.slices.slice_scheduler import SliceCallsMixin, SliceScheduler
+from meshrl.services.node.slices.slice_calls import SliceCallsMixin
+from meshrl.services.node.slices.slice_scheduler import SliceScheduler
 
 POLL_S = 0.5  # between two polls of the record; a hint arrives earlier
 LEAVE_TIMEOUT_S = 3.0  # to release the name

@@ -49,6 +49,7 @@ class SliceClient:
         self._longest_s: dict[str, float] = {}  # decaying maximum by function
         self._release_task: asyncio.Task[None] | None = None
         self._detached: set[asyncio.Task[Any]] = set()  # pieces whose caller was cancelled
+        self.quantum_s = 0.0  # of the last time slice: see `TimeSlice`
         self.slice_count, self.wait_time_s, self.run_time_s = 0, 0.0, 0.0
 
     def stats(self) -> dict[str, Any]:
@@ -159,7 +160,8 @@ class SliceClient:
             kinds=list(kinds),
         )
         try:
-            await self._call_scheduler(Worker.acquire_slice, request)
+            granted = await self._call_scheduler(Worker.acquire_slice, request)
+            self.quantum_s = granted.quantum_s
         except BaseException:
             self._release_in_background(request.ticket)
             raise
@@ -189,13 +191,12 @@ class SliceClient:
         except MeshError as error:  # the next request publishes its wait
             self._mesh.log.warning("a time slice cannot be released", error=str(error))
 
-    async def _call_scheduler(self, method: Call[Any, Any], request: Any) -> None:
+    async def _call_scheduler(self, method: Call[Any, T], request: Any) -> T:
         patience = RetryPolicy(self._mesh.clock)
         try:
             while True:
                 try:
-                    await self._mesh.ref(self._scheduler).call(method, request)
-                    return
+                    return await self._mesh.ref(self._scheduler).call(method, request)
                 except MeshError as error:
                     # other instances may hold time slices: that wait is expected
                     if method is not Worker.acquire_slice or not isinstance(

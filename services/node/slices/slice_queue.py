@@ -1,16 +1,34 @@
-"""Policy of a gang's time slices: pure, a round robin over the instances that wait.
+"""Queue of a gang's time slices: requests, preparations, granted slices, and their ends; pure.
 
 A slice is granted for all the ranks of its instance or for none. Instances that share no rank hold
-slices at the same time. A slice is a lease: its holder must be killed after the deadline, and its
-ranks are free once it is dead. No instance overtakes a waiting one twice: a request that is ahead
-reserves its ranks even while some of them are not free.
+slices at the same time. A policy orders the waiting requests. A request whose ranks are not all
+free reserves them before all later ones, so small requests never starve a large one.
+
+A chosen request occupies its ranks while its tensors are moved; then its slice begins. The slice is
+a lease: its holder must be killed after the deadline, and its ranks are free once it is dead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+
+from meshrl.services.node.slices.slice_policy import (
+    STARVATION_REASON,
+    Candidate,
+    GangState,
+    RankedCandidate,
+    SlicePolicy,
+    SliceRequest,
+    Tenure,
+)
+
+DEFAULT_SERVICE_S = 1.0  # of a slice without an estimate, to compare it with others
+# A last holder that has not used its quantum keeps its ranks for this share of the next switch,
+# since its next request often follows at once; at most ANTICIPATION_CAP_S.
+ANTICIPATION_SHARE = 0.1
+ANTICIPATION_CAP_S = 0.5
 
 FUNCTIONS = (
     "generate",
@@ -42,48 +60,86 @@ class SliceLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class SliceRequest:
-    """Request of a process for a slice on all ranks of its instance."""
+class ChosenRequest:
+    """Request that occupies its ranks; its slice begins when its tensors are in place."""
 
-    ticket: str  # unique name of the request
-    instance: str
-    generation: int
-    incarnation: str  # of the requesting process
-    sequence_number: int  # number of its requests so far
-    process: str  # name of that process
-    function: str  # one of FUNCTIONS
-    estimate_s: float  # 0: unknown
-    ranks: frozenset[int]  # all ranks of the instance
+    request: SliceRequest
+    requested_at: float
+    chosen_at: float
+    switch_s: float  # as estimated
 
 
 @dataclass(frozen=True, slots=True)
 class SliceGrant:
-    """Granted slice with its deadline."""
+    """Granted slice with its deadline; times are seconds of the caller's clock."""
 
     request: SliceRequest
-    granted_at: float  # by the caller's clock, in seconds
-    deadline: float  # by the same clock; its holder is killed then
+    requested_at: float
+    chosen_at: float
+    granted_at: float
+    deadline: float  # its holder is killed then
 
 
-class SlicePolicy:
-    """Queue of requests and set of granted slices; all times are seconds of the caller's clock.
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Choice of one request, with all that waited at that time."""
 
-    The instance that was served longest ago goes first. A new one counts as served just now, so
-    that one that dies and returns gains nothing.
-    """
+    now: float
+    policy: str
+    ranked: tuple[RankedCandidate, ...]  # best first
+    chosen: RankedCandidate
 
-    def __init__(self, limits: SliceLimits | None = None) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Activity:
+    """Last slice of an instance, from which its next request is expected."""
+
+    request: SliceRequest
+    released_at: float
+    gap_s: float  # between the release before it and its request; infinity: unknown
+
+
+class SliceQueue:
+    """Queue of requests and set of granted slices; all times are seconds of the caller's clock."""
+
+    def __init__(
+        self,
+        policy: SlicePolicy,
+        limits: SliceLimits | None = None,
+        estimate_switch_s: Callable[[SliceRequest], float] = lambda request: 0.0,
+        record: Callable[[Decision], None] = lambda decision: None,
+    ) -> None:
+        """Create an empty queue.
+
+        Args:
+            policy: Order of the waiting requests.
+            limits: Bounds of a slice's length.
+            estimate_switch_s: Returns the expected duration of the moves before a slice.
+            record: Receives each decision.
+        """
+        self.policy = policy
         self._limits = limits or SliceLimits()
+        self._estimate_switch_s, self._record = estimate_switch_s, record
         self._last_grants: dict[str, int] = {}  # by instance: the number of its last grant
         self._grant_count = 0
-        self._waiting: dict[str, SliceRequest] = {}  # by ticket, in the order of requests
+        # by ticket, in the order of requests: with the time of the request
+        self._waiting: dict[str, tuple[SliceRequest, float]] = {}
+        self._chosen: dict[str, ChosenRequest] = {}  # by ticket: being prepared
         self._grants: dict[str, SliceGrant] = {}  # by ticket
         self._being_killed: set[str] = set()  # tickets of holders that are being killed
+        self._tenures: dict[int, Tenure] = {}  # by rank
+        self._activity: dict[str, _Activity] = {}  # by instance
+        self.anticipates_until = math.inf  # end of the wait for a last holder's next request
 
     @property
     def waiting(self) -> tuple[SliceRequest, ...]:
-        """Requests without a slice, in the order in which they arrived."""
-        return tuple(self._waiting.values())
+        """Requests that are not chosen yet, in the order in which they arrived."""
+        return tuple(request for request, _ in self._waiting.values())
+
+    @property
+    def chosen(self) -> tuple[ChosenRequest, ...]:
+        """Requests that occupy their ranks while their tensors are moved."""
+        return tuple(self._chosen.values())
 
     @property
     def grants(self) -> tuple[SliceGrant, ...]:
@@ -91,35 +147,59 @@ class SlicePolicy:
         return tuple(self._grants.values())
 
     def enqueue(self, request: SliceRequest, now: float) -> None:
-        """Enqueue a request, unless it waits or is granted already.
+        """Enqueue a request, unless it waits or is chosen or granted already.
 
         Requests and slices of another process of the same instance become void: that process is
         dead.
         """
-        for other in self._requests_of(request.instance):
+        for other in self.list_requests(request.instance):
             if (other.incarnation, other.generation) != (request.incarnation, request.generation):
                 self._drop(other.ticket)
-        if request.ticket not in self._grants and request.ticket not in self._waiting:
-            self._waiting[request.ticket] = request
+        if not self.has(request.ticket):
+            self._waiting[request.ticket] = request, now
             self._last_grants.setdefault(request.instance, self._grant_count)
+            activity = self._activity.get(request.instance)
+            if activity is not None:
+                self._activity[request.instance] = replace(
+                    activity, gap_s=now - activity.released_at
+                )
+
+    def list_requests(self, instance: str) -> list[SliceRequest]:
+        """Return the requests of an instance that wait, are chosen or are granted."""
+        requests = [*self.waiting, *(chosen.request for chosen in self.chosen)]
+        requests += [grant.request for grant in self._grants.values()]
+        return [request for request in requests if request.instance == instance]
+
+    def list_waiting_instances(self, now: float) -> list[str]:
+        """Return the instances that wait, the expected next one first."""
+        ranked = self._rank_waiting(now) if self._waiting else []
+        return list(dict.fromkeys(one.candidate.request.instance for one in ranked))
+
+    def has(self, ticket: str) -> bool:
+        """Return True for a request that waits, is chosen or is granted."""
+        return ticket in self._waiting or ticket in self._chosen or ticket in self._grants
 
     def get_grant(self, ticket: str) -> SliceGrant | None:
         """Return the slice of a request; None if it waits, is void or has a dying holder."""
         return None if ticket in self._being_killed else self._grants.get(ticket)
 
-    def release(self, ticket: str) -> bool:
+    def release(self, ticket: str, now: float) -> bool:
         """Release a slice or request, and return whether there was one.
 
         A holder that is being killed releases nothing: it may still compute until it is dead.
         """
         if ticket in self._being_killed:
             return False
+        grant = self._grants.get(ticket)
+        if grant is not None:
+            self._record_use(grant, now)
         return self._drop(ticket)
 
     def drop_instance(self, instance: str) -> None:
         """Drop the requests and slices of an instance that no longer has a process."""
-        for request in self._requests_of(instance):
+        for request in self.list_requests(instance):
             self._drop(request.ticket)
+        self._activity.pop(instance, None)
 
     def retain_instances(self, generations: Mapping[str, int], deadline: float) -> None:
         """Drop the requests of other instances, and shorten their slices to end at `deadline`.
@@ -127,38 +207,75 @@ class SlicePolicy:
         Their processes may still be computing. `generations`: of the instances to retain, by id;
         another generation of the same instance is not retained.
         """
-        for request in self.waiting:
+        for request in (*self.waiting, *(chosen.request for chosen in self.chosen)):
             if generations.get(request.instance) != request.generation:
                 self._drop(request.ticket)
         for ticket, grant in self._grants.items():
             if generations.get(grant.request.instance) != grant.request.generation:
                 self._grants[ticket] = replace(grant, deadline=min(grant.deadline, deadline))
-        self._last_grants = {
-            instance: grant_number
-            for instance, grant_number in self._last_grants.items()
-            if instance in generations
-        }
+        for table in (self._last_grants, self._activity):
+            for instance in table.keys() - generations.keys():
+                del table[instance]
 
-    def grant_waiting(self, now: float) -> list[SliceGrant]:
-        """Grant slices to all requests that can have one now."""
-        busy_ranks = frozenset[int]().union(
-            *(grant.request.ranks for grant in self._grants.values())
-        )
-        granted = []
-        for request in sorted(
-            self.waiting, key=lambda request: self._last_grants[request.instance]
-        ):
-            if not busy_ranks & request.ranks:
-                del self._waiting[request.ticket]
-                self._grant_count += 1
-                self._last_grants[request.instance] = self._grant_count
-                grant = SliceGrant(
-                    request, now, now + self._limits.compute_limit_s(request.estimate_s)
-                )
-                self._grants[request.ticket] = grant
-                granted.append(grant)
+    # -- choices ---------------------------------------------------------------------------------
+
+    def choose_waiting(self, now: float) -> list[ChosenRequest]:
+        """Choose all requests that can have their ranks now; they occupy these from now on."""
+        self.anticipates_until = math.inf
+        if not self._waiting:
+            return []
+        occupied = [chosen.request for chosen in self._chosen.values()]
+        occupied += [grant.request for grant in self._grants.values()]
+        busy_ranks = frozenset[int]().union(*(request.ranks for request in occupied))
+        if all(request.ranks & busy_ranks for request, _ in self._waiting.values()):
+            return []
+        newly_chosen = []
+        ranked = self._rank_waiting(now)
+        for one in ranked:
+            request = one.candidate.request
+            if not busy_ranks & request.ranks and not self._is_anticipating(one, now):
+                self._record(Decision(now, self.policy.name, tuple(ranked), one))
+                newly_chosen.append(self._choose(one.candidate, now))
             busy_ranks |= request.ranks  # also while it waits: small requests never starve it
-        return granted
+        return newly_chosen
+
+    def begin(self, ticket: str, now: float) -> SliceGrant:
+        """Begin the slice of a chosen request."""
+        chosen = self._chosen.pop(ticket)
+        request = chosen.request
+        limit_s = self._limits.compute_limit_s(request.estimate_s)
+        grant = SliceGrant(request, chosen.requested_at, chosen.chosen_at, now, now + limit_s)
+        self._grants[ticket] = grant
+        return grant
+
+    def compute_quantum_s(self, request: SliceRequest, now: float) -> float:
+        """Return how long the holder of a slice should keep it before the next switch; 0: as it
+        likes.
+        """
+        rival = self._find_next_waiting(request, now)
+        if rival is None or rival.switch_s <= 0.0:
+            return 0.0
+        tenure = self._tenures[min(request.ranks)]
+        quantum_s = min(self.policy.compute_quantum_s(rival.switch_s), self._limits.floor_s / 2.0)
+        return max(0.0, quantum_s - tenure.used_s)
+
+    def predict_next(self, holder: SliceRequest, now: float) -> SliceRequest | None:
+        """Return the request that probably follows a holder on some of its ranks.
+
+        It is the best waiting one, or else the last one of the instance whose next request is
+        expected first; None: no other instance is active.
+        """
+        rival = self._find_next_waiting(holder, now)
+        if rival is not None:
+            return rival.request
+        expected = [
+            (activity.released_at + activity.gap_s, activity.request)
+            for instance, activity in self._activity.items()
+            if instance != holder.instance and activity.request.ranks & holder.ranks
+        ]
+        return min(expected, key=lambda one: one[0])[1] if expected else None
+
+    # -- deadlines -------------------------------------------------------------------------------
 
     def extend_deadlines(self, granted_before: float, lag_s: float) -> None:
         """Extend the slices granted up to a time by `lag_s` seconds.
@@ -199,13 +316,80 @@ class SlicePolicy:
             default=math.inf,
         )
 
-    def _requests_of(self, instance: str) -> list[SliceRequest]:
-        requests = [*self._waiting.values(), *(grant.request for grant in self._grants.values())]
-        return [request for request in requests if request.instance == instance]
+    # -- of one instance -------------------------------------------------------------------------
+
+    def _rank_waiting(self, now: float) -> list[RankedCandidate]:
+        candidates = [
+            Candidate(
+                request,
+                requested_at,
+                request.estimate_s if request.estimate_s > 0.0 else DEFAULT_SERVICE_S,
+                self._estimate_switch_s(request),
+            )
+            for request, requested_at in self._waiting.values()
+        ]
+        return self.policy.rank_candidates(
+            GangState(now, candidates, self._tenures, self._last_grants)
+        )
+
+    def _find_next_waiting(self, holder: SliceRequest, now: float) -> Candidate | None:
+        """Return the best waiting candidate of another instance that needs a rank of a holder."""
+        if not self._waiting:
+            return None
+        candidates = (one.candidate for one in self._rank_waiting(now))
+        return next(
+            (
+                candidate
+                for candidate in candidates
+                if candidate.request.instance != holder.instance
+                and candidate.request.ranks & holder.ranks
+            ),
+            None,
+        )
+
+    def _choose(self, candidate: Candidate, now: float) -> ChosenRequest:
+        request = candidate.request
+        _, requested_at = self._waiting.pop(request.ticket)
+        self._grant_count += 1
+        self._last_grants[request.instance] = self._grant_count
+        for rank in request.ranks:
+            tenure = self._tenures.get(rank)
+            if tenure is None or tenure.instance != request.instance:
+                self._tenures[rank] = Tenure(request.instance, 0.0)
+        chosen = ChosenRequest(request, requested_at, now, candidate.switch_s)
+        self._chosen[request.ticket] = chosen
+        return chosen
+
+    def _is_anticipating(self, one: RankedCandidate, now: float) -> bool:
+        """Return True while ranks stay with their last holder, whose request is about to come."""
+        request, switch_s = one.candidate.request, one.candidate.switch_s
+        limit_s = min(ANTICIPATION_SHARE * switch_s, ANTICIPATION_CAP_S)
+        quantum_s = self.policy.compute_quantum_s(switch_s)
+        if limit_s <= 0.0 or one.reason == STARVATION_REASON:
+            return False
+        for tenure in {self._tenures[rank] for rank in request.ranks if rank in self._tenures}:
+            last = self._activity.get(tenure.instance)
+            if tenure.instance == request.instance or last is None or tenure.used_s >= quantum_s:
+                continue
+            is_prompt = last.gap_s <= limit_s or math.isinf(last.gap_s)
+            if is_prompt and now < last.released_at + limit_s:
+                self.anticipates_until = min(self.anticipates_until, last.released_at + limit_s)
+                return True
+        return False
+
+    def _record_use(self, grant: SliceGrant, now: float) -> None:
+        """Record the duration of a slice that ends."""
+        request = grant.request
+        for rank in request.ranks:
+            tenure = self._tenures[rank]
+            used_s = tenure.used_s + now - grant.granted_at
+            self._tenures[rank] = replace(tenure, used_s=used_s)
+        last = self._activity.get(request.instance)
+        gap_s = last.gap_s if last is not None else math.inf
+        self._activity[request.instance] = _Activity(request, now, gap_s)
 
     def _drop(self, ticket: str) -> bool:
         """Remove a request or slice, and return True if there was one."""
         self._being_killed.discard(ticket)
-        request = self._waiting.pop(ticket, None)
-        grant = self._grants.pop(ticket, None)
-        return request is not None or grant is not None
+        tables = (self._waiting, self._chosen, self._grants)
+        return any([table.pop(ticket, None) is not None for table in tables])

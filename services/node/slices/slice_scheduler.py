@@ -1,6 +1,7 @@
 """Scheduler of a gang's time slices, on rank 0's worker.
 
-It grants slices, and has holders killed that do not release theirs. A restarted scheduler has no
+It has the tensors of the next instance moved, grants slices, and has holders killed that do not
+release theirs. A restarted scheduler has no
 state: instances request their slices again. Work that was running elsewhere in the gang, on a
 worker that did not die, finishes the operation in progress.
 """
@@ -9,35 +10,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Sequence
 
 from meshrl.common.api.node import (
     AcquireSlice,
     ExplainSlices,
     KillInstance,
-    PrepareResidency,
     ReleaseSlice,
     ResidencyReport,
-    ResidencyState,
     SliceExplanation,
     TimeSlice,
     Worker,
 )
 from meshrl.common.api.stats import SliceStats
 from meshrl.common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
-from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.mesh.runtime.task_groups import run_all
 from meshrl.common.state import registry
 from meshrl.common.state.pool.workers.process_names import worker_name
 from meshrl.common.state.pool.workers.rows import Gang
+from meshrl.services.node.slices.gang_residency import GangResidency
+from meshrl.services.node.slices.policies import DEFAULT_POLICY, POLICIES
 from meshrl.services.node.slices.residency import Residency
+from meshrl.services.node.slices.slice_history import SliceHistory
+from meshrl.services.node.slices.slice_policy import SliceRequest
 from meshrl.services.node.slices.slice_queue import (
+    ChosenRequest,
     SliceGrant,
     SliceLimits,
-    SlicePolicy,
-    SliceRequest,
+    SliceQueue,
 )
 
 KillInstanceProcess = Callable[
@@ -69,8 +72,12 @@ class SliceScheduler:
         self._mesh, self._worker, self._kill, self._limits = mesh, worker, kill, limits
         self.residency = residency
         self._gang: Gang | None = None
-        self._policy = SlicePolicy(limits)
+        self._policy = POLICIES[DEFAULT_POLICY]
+        self._residency = GangResidency(mesh, worker, residency)
+        self._history = SliceHistory(mesh.clock)
+        self._queue = self._make_queue()
         self._pending_grants: dict[tuple[str, str, int], asyncio.Future[SliceGrant]] = {}
+        self._preparations: dict[str, asyncio.Task[None]] = {}  # by ticket
         self._wakeup = asyncio.Event()
         self._kill_tasks: set[asyncio.Task[None]] = set()
         self.granted_count = self.killed_count = 0
@@ -79,8 +86,13 @@ class SliceScheduler:
         """Return the counts of granted slices and killed holders, and the instances that hold
         slices.
         """
-        holders = [holders.request.instance for holders in self._policy.grants]
+        holders = [holders.request.instance for holders in self._queue.grants]
         return SliceStats(self.granted_count, self.killed_count, holders)
+
+    def set_policy(self, name: str) -> None:
+        """Order requests by another policy from now on; see `pool.slice_policy`."""
+        self._queue.policy = self._policy = POLICIES[name]
+        self._grant_waiting()
 
     def set_gang(self, gang: Gang | None) -> None:
         """Replace the gang's record; without a gang, or with another first worker, become idle.
@@ -91,21 +103,23 @@ class SliceScheduler:
         if gang is None or gang.workers[0] != self._worker:
             gang = None
         if gang is None or self._gang is None or gang.id != self._gang.id:
-            self._policy = SlicePolicy(self._limits)
+            self._history = SliceHistory(self._mesh.clock)
+            self._queue = self._make_queue()
             for future in self._pending_grants.values():
                 if not future.done():
                     future.set_exception(self._superseded_error())
         self._gang = gang
+        self._residency.set_gang(gang)
         if gang is not None:
             now = self._mesh.clock.monotonic()
             generations = {instance.id: instance.generation for instance in gang.instances}
-            self._policy.retain_instances(generations, now + REMOVED_INSTANCE_GRACE_S)
+            self._queue.retain_instances(generations, now + REMOVED_INSTANCE_GRACE_S)
         self._grant_waiting()
 
     def release_instance(self, instance: str) -> None:
         """Drop the slices and requests of an instance whose process on this worker has exited."""
-        self._policy.drop_instance(instance)
-        self._grant_waiting()
+        self._queue.drop_instance(instance)
+        self._grant_waiting("lost")
 
     async def acquire(self, request: AcquireSlice) -> TimeSlice:
         """Wait until a time slice is granted; return it with the seconds that remain of it.
@@ -113,46 +127,55 @@ class SliceScheduler:
         A cancelled call drops its request.
 
         Raises:
-            ServiceUnavailable: The record does not have this generation of the instance (yet), or
-                a repeated request or another gang replaced this request.
+            ServiceUnavailable: The record does not have this generation of the instance (yet), a
+                repeated request or another gang replaced this request, or its tensors could not be
+                moved.
+            StorageFull: There is no room for its tensors, or for those that must leave.
         """
+        clock = self._mesh.clock
         key = (request.instance, request.incarnation, request.ticket)
-        self._policy.enqueue(self._build_request(request), self._mesh.clock.monotonic())
+        slice_request = self._build_request(request)
+        self._queue.enqueue(slice_request, clock.monotonic())
         earlier_future = self._pending_grants.get(key)
         if earlier_future is not None and not earlier_future.done():
             earlier_future.set_exception(self._superseded_error())  # a repeated request replaces it
         future = self._pending_grants[key] = asyncio.get_running_loop().create_future()
-        self._grant_waiting()
+        self._grant_waiting("lost")
         try:
             with contextlib.ExitStack() as wait_scope:
                 if not future.done():
-                    processes = (grant.request.process for grant in self._policy.grants)
+                    processes = (grant.request.process for grant in self._queue.grants)
                     holder = next(processes, request.process)
                     wait_scope.enter_context(self._mesh.wait("its time slice", on=holder))
                 grant = await future
         except asyncio.CancelledError:
             if self._pending_grants.get(key) is future:
-                self._policy.release(_ticket_of_request(request))
+                self._queue.release(_ticket_of_request(request), clock.monotonic())
                 self._grant_waiting()
             raise
         finally:
             if self._pending_grants.get(key) is future:
                 del self._pending_grants[key]
-        return TimeSlice(request.ticket, grant.deadline - self._mesh.clock.monotonic(), 0.0)
+        now = clock.monotonic()
+        quantum_s = self._queue.compute_quantum_s(slice_request, now)
+        return TimeSlice(request.ticket, grant.deadline - now, quantum_s)
 
     def explain(self, request: ExplainSlices) -> SliceExplanation:
         """Return the recent decisions and slices of this worker's gang."""
-        return SliceExplanation(self._gang.id if self._gang else "", "round_robin", [], [])
+        return SliceExplanation(
+            self._gang.id if self._gang else "",
+            self._policy.name,
+            self._history.list_decisions(request.since_s),
+            self._history.list_slices(request.since_s),
+        )
 
     def release(self, request: ReleaseSlice) -> None:
         """Release the slice of a request, and drop that process's earlier requests."""
-        for queued in (*self._policy.waiting, *(grant.request for grant in self._policy.grants)):
-            is_same_process = (queued.instance, queued.incarnation) == (
-                request.instance,
-                request.incarnation,
-            )
+        now = self._mesh.clock.monotonic()
+        for queued in self._queue.list_requests(request.instance):
+            is_same_process = queued.incarnation == request.incarnation
             if is_same_process and queued.sequence_number <= request.ticket:
-                self._policy.release(queued.ticket)
+                self._queue.release(queued.ticket, now)
         self._grant_waiting()
 
     async def run(self) -> None:
@@ -163,7 +186,7 @@ class SliceScheduler:
         try:
             while True:
                 now = clock.monotonic()
-                for grant in self._policy.take_overdue(now):
+                for grant in self._queue.take_overdue(now):
                     task = asyncio.create_task(
                         self._kill_holder(grant), name=f"kill {grant.request.instance}"
                     )
@@ -171,9 +194,8 @@ class SliceScheduler:
                     task.add_done_callback(self._kill_tasks.discard)
                 await self._release_replaced()
                 wait_started_at = clock.monotonic()
-                pause_s = min(
-                    HOLDER_POLL_S, max(0.01, self._policy.next_deadline() - wait_started_at)
-                )
+                next_event = min(self._queue.next_deadline(), self._queue.anticipates_until)
+                pause_s = min(HOLDER_POLL_S, max(0.001, next_event - wait_started_at))
                 self._wakeup.clear()
                 with contextlib.suppress(DeadlineExceeded):
                     async with clock.timeout(pause_s, "waiting for a change of time slices"):
@@ -182,10 +204,21 @@ class SliceScheduler:
                 # may wait unread.
                 lag_s = clock.monotonic() - wait_started_at - pause_s
                 if lag_s > 0.0:
-                    self._policy.extend_deadlines(wait_started_at, lag_s)
+                    self._queue.extend_deadlines(wait_started_at, lag_s)
+                if self._queue.anticipates_until <= clock.monotonic():
+                    self._grant_waiting()
         finally:
-            for task in self._kill_tasks:
+            for task in (*self._kill_tasks, *self._preparations.values()):
                 task.cancel()
+            await self._residency.close()
+
+    def _make_queue(self) -> SliceQueue:
+        return SliceQueue(
+            self._policy,
+            self._limits,
+            self._residency.estimate_switch_s,
+            self._history.add_decision,
+        )
 
     def _superseded_error(self) -> ServiceUnavailable:
         return ServiceUnavailable("this request is no longer queued here", where=self._mesh.name)
@@ -206,6 +239,7 @@ class SliceScheduler:
                     request.function,
                     request.estimate_s,
                     frozenset(instance.ranks),
+                    tuple(request.kinds),
                 )
         raise ServiceUnavailable(
             f"generation {request.generation} of instance {request.instance} is not on record",
@@ -213,34 +247,100 @@ class SliceScheduler:
             fix="Retry: the record follows soon, or the requesting process will be stopped",
         )
 
-    def _grant_waiting(self) -> None:
-        """Grant all slices that can be granted, and complete the calls that wait for them."""
-        now = self._mesh.clock.monotonic()
-        granted = self._policy.grant_waiting(now)
-        self.granted_count += len(granted)
-        if granted:
-            self._wakeup.set()  # there is another deadline
-        for grant in self._policy.grants:
-            request = grant.request
-            future = self._pending_grants.get(
-                (request.instance, request.incarnation, request.sequence_number)
+    def _grant_waiting(self, end: str = "released") -> None:
+        """Grant or prepare all slices that can be, after a change of the queue.
+
+        `end` is the reason if the change has ended slices.
+        """
+        tickets = [grant.request.ticket for grant in self._queue.grants]
+        self._history.end_others(tickets, end)
+        self._residency.forget_prefetches(tickets)
+        chosen_tickets = {chosen.request.ticket for chosen in self._queue.chosen}
+        for ticket in self._preparations.keys() - chosen_tickets:
+            self._preparations.pop(ticket).cancel()
+        for chosen in self._queue.choose_waiting(self._mesh.clock.monotonic()):
+            request = chosen.request
+            if self._residency.is_resident(request.ranks):
+                self._begin(request, [])
+            else:
+                self._preparations[request.ticket] = asyncio.create_task(
+                    self._prepare(request), name=f"preparation of {request.instance}"
+                )
+        if not math.isinf(self._queue.anticipates_until):
+            self._wakeup.set()
+        for grant in self._queue.grants:
+            self._complete(grant)
+            self._prefetch_beside(grant.request)
+
+    def _begin(self, request: SliceRequest, reports: Sequence[ResidencyReport]) -> None:
+        """Begin the slice of a chosen request, whose tensors are in place."""
+        grant = self._queue.begin(request.ticket, self._mesh.clock.monotonic())
+        self.granted_count += 1
+        instances = self._gang.instances if self._gang is not None else ()
+        job = next((one.job for one in instances if one.id == request.instance), "")
+        self._history.begin(grant, job, reports)
+        self._wakeup.set()  # there is another deadline
+
+    def _complete(self, grant: SliceGrant) -> None:
+        """Complete the call that waits for a slice, if any."""
+        request = grant.request
+        future = self._pending_grants.get(_key_of(request))
+        if future is not None and not future.done() and self._queue.get_grant(request.ticket):
+            future.set_result(grant)
+
+    # -- moves of tensors ------------------------------------------------------------------------
+
+    async def _prepare(self, request: SliceRequest) -> None:
+        """Move the tensors for a chosen request, then begin its slice, or fail the request.
+
+        It is cancelled when the request is dropped.
+        """
+        waiting = self._queue.list_waiting_instances(self._mesh.clock.monotonic())
+        try:
+            reports = await self._residency.prepare(request, self._list_holders(), waiting)
+        except MeshError as error:
+            self._preparations.pop(request.ticket, None)
+            self._queue.release(request.ticket, self._mesh.clock.monotonic())
+            self._mesh.log.warning(
+                "a time slice cannot begin", resident=request.instance, why=str(error)
             )
-            if future is not None and not future.done() and self._policy.get_grant(request.ticket):
-                future.set_result(grant)
+            future = self._pending_grants.get(_key_of(request))
+            if future is not None and not future.done():
+                future.set_exception(error)
+        else:
+            self._preparations.pop(request.ticket, None)
+            self._begin(request, reports)
+        self._grant_waiting()
+
+    def _prefetch_beside(self, holder: SliceRequest) -> None:
+        """Prefetch the tensors of the instance that probably follows a holder."""
+        if self._residency.is_resident(holder.ranks):
+            return
+        now = self._mesh.clock.monotonic()
+        following = self._queue.predict_next(holder, now)
+        if following is not None:
+            waiting = self._queue.list_waiting_instances(now)
+            self._residency.start_prefetch(following, holder, self._list_holders(), waiting)
+
+    def _list_holders(self) -> list[str]:
+        return [grant.request.instance for grant in self._queue.grants]
 
     # -- ends of holders -------------------------------------------------------------------------
 
     async def _release_replaced(self) -> None:
         """Release the slices of processes that another process has replaced."""
-        if not self._policy.waiting:
+        if not self._queue.waiting:
             return
         now = self._mesh.clock.monotonic()
-        for grant in self._policy.grants:
-            if now - grant.granted_at >= HOLDER_POLL_S and await self._is_replaced(grant):
-                self._policy.release(grant.request.ticket)
-                self._grant_waiting()
+        occupants: list[ChosenRequest | SliceGrant] = [*self._queue.chosen, *self._queue.grants]
+        for occupant in occupants:
+            request = occupant.request
+            is_due = now - occupant.chosen_at >= HOLDER_POLL_S
+            if is_due and await self._is_replaced(request):
+                self._queue.release(request.ticket, self._mesh.clock.monotonic())
+                self._grant_waiting("lost")
 
-    async def _is_replaced(self, grant: SliceGrant) -> bool:
+    async def _is_replaced(self, request: SliceRequest) -> bool:
         """Return True if a newer incarnation holds the registry name of the holder's process.
 
         Return False if Redis does not answer within HOLDER_POLL_S.
@@ -249,15 +349,15 @@ class SliceScheduler:
             async with self._mesh.clock.timeout(
                 HOLDER_POLL_S, "looking up the holder of a time slice"
             ):
-                entry = await registry.lookup(self._mesh.state, grant.request.process)
+                entry = await registry.lookup(self._mesh.state, request.process)
         except (StateUnavailable, DeadlineExceeded):
             return False
-        return entry is not None and entry.alive and entry.incarnation != grant.request.incarnation
+        return entry is not None and entry.alive and entry.incarnation != request.incarnation
 
     async def _kill_holder(self, grant: SliceGrant) -> None:
         """Kill an overdue instance's processes on all its workers, then grant the next slices."""
         slice_request, gang = grant.request, self._gang
-        if not await self._is_replaced(grant):
+        if not await self._is_replaced(slice_request):
             held_s = self._mesh.clock.monotonic() - grant.granted_at
             why = (
                 f"it did not release its time slice for {slice_request.function} after "
@@ -271,8 +371,8 @@ class SliceScheduler:
             request = KillInstance(slice_request.instance, slice_request.generation, why)
             others = [self._kill_on_worker(w, request) for w in workers if w != self._worker]
             await run_all([self.kill_local(request), *others])
-        self._policy.free_killed(grant)
-        self._grant_waiting()
+        self._queue.free_killed(grant)
+        self._grant_waiting("killed")
 
     async def kill_local(self, request: KillInstance) -> None:
         """Kill this worker's own process of an instance, for the scheduler of its gang."""
@@ -291,34 +391,8 @@ class SliceScheduler:
             )
 
 
-class SliceCallsMixin(Actor):
-    """Calls of a worker's actor for its slice scheduler."""
-
-    slice_scheduler: SliceScheduler
-
-    @call(Worker.acquire_slice)
-    async def acquire_slice(self, request: AcquireSlice) -> TimeSlice:
-        return await self.slice_scheduler.acquire(request)
-
-    @call(Worker.release_slice)
-    def release_slice(self, request: ReleaseSlice) -> None:
-        self.slice_scheduler.release(request)
-
-    @call(Worker.prepare_residency)
-    async def prepare_residency(self, order: PrepareResidency) -> ResidencyReport:
-        return await self.slice_scheduler.residency.prepare(order)
-
-    @call(Worker.read_residency)
-    def read_residency(self, _: None) -> ResidencyState:
-        return self.slice_scheduler.residency.state()
-
-    @call(Worker.explain_slices)
-    def explain_slices(self, request: ExplainSlices) -> SliceExplanation:
-        return self.slice_scheduler.explain(request)
-
-    @call(Worker.kill_instance)
-    async def kill_instance(self, request: KillInstance) -> None:
-        await self.slice_scheduler.kill_local(request)
+def _key_of(request: SliceRequest) -> tuple[str, str, int]:
+    return request.instance, request.incarnation, request.sequence_number
 
 
 def _ticket_of_request(request: AcquireSlice) -> str:

@@ -22,12 +22,9 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
 from meshrl.services.node.slices.residency import FullyResident
+from meshrl.services.node.slices.slice_calls import SliceCallsMixin
 from meshrl.services.node.slices.slice_queue import SliceLimits
-from meshrl.services.node.slices.slice_scheduler import (
-    REMOVED_INSTANCE_GRACE_S,
-    SliceCallsMixin,
-    SliceScheduler,
-)
+from meshrl.services.node.slices.slice_scheduler import REMOVED_INSTANCE_GRACE_S, SliceScheduler
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.sim.virtual_loop import VirtualClock, VirtualLoop, run_virtual
 from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
@@ -84,6 +81,10 @@ class Stage:
             ),
         )
 
+    async def workers(self) -> tuple[Mesh, SliceScheduler]:
+        await self.worker("w1")
+        return await self.worker("w0")
+
     async def worker(self, worker: str) -> tuple[Mesh, SliceScheduler]:
         mesh = self.mesh(f"worker/{worker}")
 
@@ -126,7 +127,7 @@ def on_stage(story: Callable[[Stage], Awaitable[None]]) -> None:
 async def test_instances_on_one_worker_compute_in_sequence_and_all_progress(
     stage: Stage,
 ) -> None:
-    await stage.worker("w0")
+    await stage.workers()
     (_, a), (_, b), (_, c) = [await stage.join_instance(i) for i in range(3)]
     await asyncio.gather(
         stage.compute("a", a, 0.2, times=20),
@@ -147,8 +148,7 @@ async def test_instances_on_one_worker_compute_in_sequence_and_all_progress(
 async def test_overdue_holder_is_killed_on_all_its_workers_and_the_next_proceeds(
     stage: Stage,
 ) -> None:
-    _, scheduler = await stage.worker("w0")
-    await stage.worker("w1")
+    _, scheduler = await stage.workers()
     (_, engine), (_, core) = [await stage.join_instance(i) for i in (0, 1)]
     await core.acquire_slice("train_step")
     started_s = stage.clock.monotonic()
@@ -184,7 +184,7 @@ async def test_host_suspension_extends_the_deadlines_of_holders(
 
 @story_on(on_stage)
 async def test_restarted_process_is_not_killed_for_its_predecessors_slice(stage: Stage) -> None:
-    await stage.worker("w0")
+    await stage.workers()
     (dies, core), (_, engine) = [await stage.join_instance(i) for i in (1, 0)]
     await core.acquire_slice("train_step")
     await dies.leave()
@@ -197,7 +197,7 @@ async def test_restarted_process_is_not_killed_for_its_predecessors_slice(stage:
 
 @story_on(on_stage)
 async def test_cancelled_computation_releases_its_slice_or_request(stage: Stage) -> None:
-    _, scheduler = await stage.worker("w0")
+    _, scheduler = await stage.workers()
     (_, a), (_, b) = [await stage.join_instance(i) for i in (0, 1)]
     holds = asyncio.create_task(stage.compute("a", a, 100.0))
     await stage.clock.sleep(1.0)
@@ -216,7 +216,7 @@ async def test_cancelled_computation_releases_its_slice_or_request(stage: Stage)
 async def test_abandoned_computation_keeps_its_slice_to_its_end(
     stage: Stage,
 ) -> None:
-    await stage.worker("w0")
+    await stage.workers()
     (_, a), (_, b) = [await stage.join_instance(i) for i in (0, 1)]
 
     async def work() -> None:
@@ -234,7 +234,7 @@ async def test_abandoned_computation_keeps_its_slice_to_its_end(
 
 @story_on(on_stage)
 async def test_restarted_scheduler_receives_requests_again(stage: Stage) -> None:
-    mesh, _ = await stage.worker("w0")
+    mesh, _ = await stage.workers()
     (_, a), (_, b) = [await stage.join_instance(i) for i in (0, 1)]
     holding = asyncio.create_task(stage.compute("a", a, 3.0))
     await stage.clock.sleep(1.0)
@@ -252,7 +252,7 @@ async def test_restarted_scheduler_receives_requests_again(stage: Stage) -> None
 async def test_request_before_the_record_is_read_is_granted_later(stage: Stage) -> None:
     whole = stage.gang
     stage.gang = replace(whole, instances=whole.instances[:1])
-    _, scheduler = await stage.worker("w0")
+    _, scheduler = await stage.workers()
     _, core = await stage.join_instance(1)
     asking = asyncio.create_task(stage.compute("core", core, 0.1))
     await stage.clock.sleep(2.0)
@@ -266,8 +266,7 @@ async def test_request_before_the_record_is_read_is_granted_later(stage: Stage) 
 async def test_removed_instance_is_killed_unless_it_releases_its_slice_in_time(
     stage: Stage,
 ) -> None:
-    _, scheduler = await stage.worker("w0")
-    await stage.worker("w1")
+    _, scheduler = await stage.workers()
     (_, engine), (_, core) = [await stage.join_instance(i) for i in (0, 1)]
     core._longest_s["train_step"] = 30.0  # from earlier computations
     await core.acquire_slice("train_step")
@@ -284,7 +283,7 @@ async def test_removed_instance_is_killed_unless_it_releases_its_slice_in_time(
 async def test_slices_are_acquired_only_when_enabled_and_never_nested(
     stage: Stage,
 ) -> None:
-    _, scheduler = await stage.worker("w0")
+    _, scheduler = await stage.workers()
     _, turns = await stage.join_instance(0)
     await turns.set_enabled(False)
     free = asyncio.create_task(stage.compute("free", turns, 2.0))
@@ -301,7 +300,7 @@ async def test_slices_are_acquired_only_when_enabled_and_never_nested(
 
 @story_on(on_stage)
 async def test_generation_not_on_record_gets_no_slice(stage: Stage) -> None:
-    await stage.worker("w0")
+    await stage.workers()
     mesh, _ = await stage.join_instance(0)
     old = AcquireSlice("g0.0", 0, mesh.name, mesh.incarnation, 1, "generate", 1.0, [])
     with pytest.raises(ServiceUnavailable, match="generation 0"):

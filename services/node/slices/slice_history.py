@@ -1,0 +1,92 @@
+"""Recent decisions of a gang's slice scheduler, and the history of its slices."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from meshrl.common.api.node import (
+    ResidencyReport,
+    SliceCandidate,
+    SliceDecision,
+    SliceRecord,
+)
+from meshrl.common.base.clock import Clock
+from meshrl.services.node.slices.slice_queue import Decision, SliceGrant
+
+DECISIONS, SLICES = 64, 256  # retained ones
+
+
+class SliceHistory:
+    """Decisions and slices of one gang, with times of the wall clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._decisions: deque[Decision] = deque(maxlen=DECISIONS)
+        self._slices: deque[SliceRecord] = deque(maxlen=SLICES)
+        self._running: dict[str, SliceRecord] = {}  # by ticket
+        self._count = 0
+
+    def add_decision(self, decision: Decision) -> None:
+        """Add a decision; the oldest beyond the retained ones is dropped."""
+        self._decisions.append(decision)
+
+    def begin(self, grant: SliceGrant, job: str, reports: Sequence[ResidencyReport]) -> None:
+        """Record the begin of a slice, with the moves of tensors before it."""
+        self._count += 1
+        request, offset_s = grant.request, self._wall_offset_s()
+        self._running[request.ticket] = SliceRecord(
+            number=self._count,
+            instance=request.instance,
+            job=job,
+            function=request.function,
+            ranks=sorted(request.ranks),
+            requested_s=grant.requested_at + offset_s,
+            chosen_s=grant.chosen_at + offset_s,
+            granted_s=grant.granted_at + offset_s,
+            ended_s=0.0,
+            end="",
+            moves=[move for report in reports for move in report.moves],
+            hidden_bytes=sum(report.prefetched_bytes for report in reports),
+        )
+
+    def end_others(self, running: Collection[str], end: str) -> None:
+        """Record the end of the slices without a ticket in `running`; `end` is the reason."""
+        for ticket in self._running.keys() - set(running):
+            record = self._running.pop(ticket)
+            self._slices.append(replace(record, ended_s=self._clock.wall(), end=end))
+
+    def list_slices(self, since_s: float) -> list[SliceRecord]:
+        """Return the slices that had not ended at a time, in the order of grants."""
+        found = [one for one in self._slices if one.ended_s >= since_s]
+        return sorted([*found, *self._running.values()], key=lambda one: one.number)
+
+    def list_decisions(self, since_s: float) -> list[SliceDecision]:
+        """Return the decisions since a time, in their order."""
+        offset_s = self._wall_offset_s()
+        found = [_describe(one, offset_s) for one in self._decisions]
+        return [one for one in found if one.at_s >= since_s]
+
+    def _wall_offset_s(self) -> float:
+        return self._clock.wall() - self._clock.monotonic()
+
+
+def _describe(decision: Decision, wall_offset_s: float) -> SliceDecision:
+    return SliceDecision(
+        decision.now + wall_offset_s,
+        decision.policy,
+        [
+            SliceCandidate(
+                one.candidate.request.instance,
+                one.candidate.request.function,
+                decision.now - one.candidate.requested_at,
+                one.candidate.service_s,
+                one.candidate.switch_s,
+                one.score,
+            )
+            for one in decision.ranked
+        ],
+        decision.chosen.candidate.request.instance,
+        decision.chosen.reason,
+    )
