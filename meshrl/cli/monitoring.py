@@ -279,6 +279,34 @@ def top(
     raise typer.Exit(showing.show_top(run, mesh, once, json))
 
 
+@app.command(rich_help_panel="Meshes")
+def profiles(
+    run: RunOrMeshArgument = None,
+    match: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT", help="Only kinds with this text, such as a role, model or accelerator."
+        ),
+    ] = "",
+    json: JsonOption = False,
+    mesh: MeshOption = None,
+) -> None:
+    """Show the measured durations, gaps and bytes of functions, by kind of instance.
+
+    A mesh keeps them across its jobs: time slices of a new job start from the profile of its kind.
+    The command also works for a mesh that is down.
+
+    Examples:
+
+        meshrl profiles
+
+        meshrl profiles --match engine --json
+    """
+    from meshrl.commands import profiles as commands
+
+    commands.print_profiles(run, mesh, match, json)
+
+
 @app.command(rich_help_panel="Help")
 def logs(
     names: Annotated[

@@ -45,6 +45,7 @@ class MeshPaths:
     joined_hosts = _MeshFile("joined.json")  # which hosts have joined the mesh
     redis_directory = _MeshFile("redis")
     redis_note = _MeshFile("redis-note.json")  # progress of Redis at the launcher's last check
+    profiles = _MeshFile("profiles.json")  # of its instances' functions
     logs = _MeshFile("logs")
     fork_server_socket = _MeshFile("fork")  # its socket
     lock = _MeshFile("lock")

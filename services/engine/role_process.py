@@ -22,6 +22,7 @@ from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
 from meshrl.common.mesh.runtime.retry_policy import RetryPolicy, retry
 from meshrl.common.model.network.lora import is_adapter_tensor, merge_adapters
 from meshrl.common.records.line_files import TraceWriter
+from meshrl.common.records.slice_records import record_slices
 from meshrl.common.state import jobs
 from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.weights.bulk.port import BulkServer
@@ -70,6 +71,8 @@ class ThreadDriver:
         self._loop = loop
         self.service: EngineService | None = None
         self._stopped = False
+        # start and end of the current steps without a time slice
+        self._piece: tuple[float, float] | None = None
         self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
         self.error: BaseException | None = None
 
@@ -89,7 +92,7 @@ class ThreadDriver:
                     busy = self._run_slice(service, service.time_slices)
                     wait_s = 0.0 if busy else IDLE_S
                 else:
-                    wait_s = service.steps.next_step_delay_s if service.run_once() else IDLE_S
+                    wait_s = self._run_unsliced(service)
                 if wait_s:
                     service.commands.wait(wait_s)
         except BaseException as error:
@@ -97,6 +100,24 @@ class ThreadDriver:
                 return
             self.error = error
             service.mesh.host.exit(70, f"the engine failed: {error!r}", error)
+
+    def _run_unsliced(self, service: EngineService) -> float:
+        """Run a step without a time slice; return the seconds until the next.
+
+        Steps of about `SLICE_S` count as one piece, like those of a time slice.
+        """
+        clock = service.mesh.clock
+        began = clock.monotonic()
+        did = service.run_once()
+        if did:
+            piece_began = began if self._piece is None else self._piece[0]
+            self._piece = piece_began, clock.monotonic()
+        if self._piece is not None and (not did or self._piece[1] - self._piece[0] >= SLICE_S):
+            (piece_began, ended), self._piece = self._piece, None
+            if service.time_slices is not None:
+                piece = "generate", piece_began, ended - piece_began, ended
+                self._loop.call_soon_threadsafe(service.time_slices.add_piece, *piece)
+        return service.steps.next_step_delay_s if did else IDLE_S
 
     def _run_slice(self, service: EngineService, time_slices: SliceClient) -> bool:
         """Acquire one time slice if there is work for it; return False if there was none."""
@@ -221,7 +242,8 @@ async def serve(
             MergePolicy(_choose_adapter_mode(data), mesh.clock),
         )
         about = mesh, service, placement.job, versions
-        await follow_versions(*about, merge=plain, merge_policy=merging, traces=traces)
+        async with record_slices(mesh, data, placement, turns):
+            await follow_versions(*about, merge=plain, merge_policy=merging, traces=traces)
     finally:
         driver.stop()
         if bulk is not None:

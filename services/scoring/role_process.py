@@ -26,6 +26,7 @@ from meshrl.common.model.files.initial_parameters import load_model
 from meshrl.common.model.files.model_directory import load_config
 from meshrl.common.model.network.lora import merge_adapters
 from meshrl.common.model.tokens.tokenizer import Tokenizer, with_tokenizer
+from meshrl.common.records.slice_records import record_slices
 from meshrl.common.state import jobs
 from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.weights.bulk.port import BulkClient
@@ -68,8 +69,9 @@ async def run_scoring(placement: Placement) -> None:
 
     await mesh.join(served, stats=stats)
     try:
-        served.set_models(await load())
-        failure = await served.wait_for_failure()
+        async with record_slices(mesh, data, placement, turns):
+            served.set_models(await load())
+            failure = await served.wait_for_failure()
     except ConfigError as error:
         why = f"the frozen models cannot be served: {error}"
         await retry(

@@ -16,6 +16,7 @@ from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.instances.job_pauses import follow_job_pauses
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
 from meshrl.common.mesh.runtime.retry_policy import retry
+from meshrl.common.records.slice_records import record_slices
 from meshrl.common.state import jobs
 from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.weights.store.job_files import open_local_job
@@ -135,8 +136,9 @@ async def run_core(
     profile = await _measure_profile(mesh, data, placement)
     await mesh.join(core, stats=lambda: core.collect_stats() | profile)
     try:
-        await core.begin()
-        await core.run_steps()
+        async with record_slices(mesh, data, placement, core.time_slices):
+            await core.begin()
+            await core.run_steps()
     except ConfigError as error:
         await _fail_job(mesh, data, error)
         raise
@@ -157,7 +159,8 @@ async def run_hybrid(
     hybrid = Hybrid(mesh, data, placement, learner)
     await mesh.join(hybrid, stats=hybrid.collect_stats, bulk_address=hybrid.outbox.address)
     try:
-        await hybrid.serve()
+        async with record_slices(mesh, data, placement, hybrid.time_slices):
+            await hybrid.serve()
     except MeshError as error:
         mesh.telemetry.log.error("hybrid", error=str(error))
         raise

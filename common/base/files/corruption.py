@@ -45,6 +45,7 @@ RECOVERY_BY_KIND: dict[str, str] = {
     ),
     "lengths": "quarantined; intact lines are retained",
     "redis": "quarantined; jobs continue from their newest checkpoints, each in a new lineage",
+    "profiles": "quarantined; written again from Redis, or from new measurements",
     "redis note": "quarantined; the records of the runs determine the last state of Redis",
     "bundle": (
         "an error that names the file: from resume before it starts any process, later from the "

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from meshrl.common.api.calls.interface import Call
@@ -21,11 +22,22 @@ from meshrl.common.base.errors import DeadlineExceeded, MeshError, Refused
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import RetryPolicy
 from meshrl.common.mesh.runtime.serial_executor import consume_exception
+from meshrl.common.state.pool.demand.profiles import ProfileRecorder
 
 T = TypeVar("T")
 
 RETRY_S = 0.1  # between two requests, while the scheduler or this instance is unavailable
 ESTIMATE_DECAY = 0.95  # factor of the longest duration so far, per time slice
+
+
+@dataclass(frozen=True, slots=True)
+class UsedSlice:
+    """Time slice that a process has had. Times are seconds of its monotonic clock."""
+
+    function: str
+    requested_s: float
+    granted_s: float
+    ended_s: float
 
 
 class SliceClient:
@@ -47,24 +59,32 @@ class SliceClient:
         self._all_sliced = asyncio.Event()
         self._all_sliced.set()
         self._longest_s: dict[str, float] = {}  # decaying maximum by function
+        self._requested_s: dict[int, float] = {}  # by ticket, until its release
+        self.profile = ProfileRecorder()
+        self.on_release: Callable[[UsedSlice], None] = lambda _: None
         self._release_task: asyncio.Task[None] | None = None
         self._detached: set[asyncio.Task[Any]] = set()  # pieces whose caller was cancelled
         self.quantum_s = 0.0  # of the last time slice: see `TimeSlice`
         self.slice_count, self.wait_time_s, self.run_time_s = 0, 0.0, 0.0
+        self._run_time_by_function: dict[str, float] = {}
 
     def stats(self) -> dict[str, Any]:
-        """Return counts and seconds of time slices so far."""
+        """Return counts and seconds of time slices so far; `slice_s` by function."""
         return {
             "turns": self.slice_count,
             "turn_wait_s": round(self.wait_time_s, 3),
             "turn_held_s": round(self.run_time_s, 3),
+            "slice_s": {
+                function: round(seconds, 3)
+                for function, seconds in self._run_time_by_function.items()
+            },
         }
 
     def estimate_s(self, function: str) -> float:
-        """Return the expected seconds of a function's next piece, from earlier pieces; 0 without
-        any.
+        """Return the expected seconds of a function's next piece, from earlier pieces, or from the
+        profile of its kind; 0 without any.
         """
-        return self._longest_s.get(function, 0.0)
+        return self._longest_s.get(function) or self.profile.estimate_s(function)
 
     async def set_enabled(self, enabled: bool) -> None:
         """Set whether pieces run in time slices from now on.
@@ -88,7 +108,7 @@ class SliceClient:
         raised. Raises Refused within another time slice.
         """
         if not self.is_enabled:
-            with self._run_unsliced():
+            with self._run_unsliced(function):
                 yield
             return
         if self._holder is not None and self._holder is asyncio.current_task():
@@ -116,7 +136,7 @@ class SliceClient:
         thread continues to compute.
         """
         if not self.is_enabled:
-            with self._run_unsliced():
+            with self._run_unsliced(function):
                 return await work()
         has_started = False
 
@@ -168,13 +188,26 @@ class SliceClient:
         finally:
             self.wait_time_s += clock.monotonic() - began
         self.slice_count += 1
+        self._requested_s[request.ticket] = began
         return request.ticket
 
     def release_slice(self, ticket: int, function: str, duration_s: float) -> None:
         """Release a time slice of `acquire_slice` after `duration_s` seconds, in the background."""
+        ended = self._mesh.clock.monotonic()
         self.run_time_s += duration_s
-        self._longest_s[function] = max(duration_s, ESTIMATE_DECAY * self.estimate_s(function))
+        of = self._run_time_by_function
+        of[function] = of.get(function, 0.0) + duration_s
+        requested = self._requested_s.pop(ticket, ended - duration_s)
+        self.add_piece(function, requested, duration_s, ended)
         self._release_in_background(ticket)
+        self.on_release(UsedSlice(function, requested, ended - duration_s, ended))
+
+    def add_piece(
+        self, function: str, requested_s: float, duration_s: float, ended_s: float
+    ) -> None:
+        """Add a piece, in a time slice or without, to the estimates and to the profile."""
+        self._longest_s[function] = max(duration_s, ESTIMATE_DECAY * self.estimate_s(function))
+        self.profile.add(function, requested_s, duration_s, ended_s)
 
     def _release_in_background(self, ticket: int) -> None:
         self._release_task = asyncio.create_task(
@@ -208,11 +241,14 @@ class SliceClient:
             patience.close()
 
     @contextmanager
-    def _run_unsliced(self) -> Iterator[None]:
+    def _run_unsliced(self, function: str) -> Iterator[None]:
         self._unsliced_count += 1
         self._all_sliced.clear()
+        began = self._mesh.clock.monotonic()
         try:
             yield
+            ended = self._mesh.clock.monotonic()
+            self.add_piece(function, began, ended - began, ended)
         finally:
             self._unsliced_count -= 1
             if not self._unsliced_count:

@@ -149,6 +149,7 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     "pool_rows": _LEASE_CHECK | _mesh(reads="gangs gang:* workers worker:*"),
     "submit_request": _mesh(writes="requests draining") | _EVENT_APPEND,
     "write_settings": _mesh(writes="settings"),
+    "write_profile": _mesh(both="profiles"),
     # readers of events
     "join_reader": _EVENT_READERS,
     "record_cursor": _EVENT_READERS | _mesh(reads="jobs:deleted") | _job(reads="job"),
@@ -224,7 +225,7 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
 # Scripts that apply an operation once, however often they are called with its id.
 _IDEMPOTENT_NAMES = (
     "append charge_exit record_exit write_decisions submit_request submit reopen change_document"
-    " cancel delete_job admit_groups mark_group_ready return_group open_lineage"
+    " cancel delete_job admit_groups mark_group_ready return_group open_lineage write_profile"
 )
 IDEMPOTENT_SCRIPTS = frozenset(_IDEMPOTENT_NAMES.split())
 
@@ -245,10 +246,10 @@ _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
         "join_worker report_instance pool_rows charge_exit record_exit",
         _JOB_ROW | _mesh(reads="worker:*"),
     ),
-    "engine": ("", _JOB_ROW),
-    "hybrid": ("", _JOB_ROW | _PAUSED_JOBS),
+    "engine": ("write_profile", _JOB_ROW),
+    "hybrid": ("write_profile", _JOB_ROW | _PAUSED_JOBS),
     "rank": ("", _JOB_ROW | _PAUSED_JOBS),
-    "scoring": ("set_phase", _JOB_ROW),
+    "scoring": ("set_phase write_profile", _JOB_ROW),
     "sandbox": ("record_exit", _PAUSED_JOBS),
     "rollout": (
         "admit_groups claim_shard record_segment open_groups mark_group_ready return_group"
@@ -257,7 +258,7 @@ _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
     ),
     "trainer": (
         "set_phase evaluation_status lease_groups return_group commit_initial commit_step"
-        " record_checkpoint checkpoint_state open_lineage step_rows",
+        " record_checkpoint checkpoint_state open_lineage step_rows write_profile",
         _JOB_ROW | _PAUSED_JOBS,
     ),
     "weights": (

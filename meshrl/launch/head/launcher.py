@@ -42,6 +42,7 @@ from meshrl.launch.head.head_network import HeadNetwork, describe_mesh
 from meshrl.launch.head.host_admission import HostAdmission
 from meshrl.launch.head.job_restore import restore_all_jobs
 from meshrl.launch.head.mesh_shape import POOL_FILE, MeshShape, read_pool_settings
+from meshrl.launch.head.profile_file import ProfileFile
 from meshrl.launch.monitoring.health_endpoint import serve_health
 from meshrl.launch.redis.mesh_redis import MeshRedis
 from meshrl.launch.redis.redis_configuration import RedisAddresses
@@ -72,6 +73,7 @@ class Launcher(RootProcess):
             if self._head_network
             else None,
         )
+        self._profiles = ProfileFile(mesh_paths, self.clock, self.host)
         self._tasks: list[asyncio.Task[Any]] = []
         self._recovery: asyncio.Task[None] | None = None
         self._failed_recoveries = 0  # times in a row that the mesh could not
@@ -101,6 +103,7 @@ class Launcher(RootProcess):
             if self._redis.is_restoring:
                 await self._redis.finish_restore()
             await write_settings(self.state, self.pool)
+            await self._profiles.restore(self.state)
             if self._head_network is not None:
                 about = partial(describe_mesh, self._redis.addresses, self.settings)
                 who = self._redis, about, self.pool.forget_after_s, self.settings.host
@@ -113,6 +116,8 @@ class Launcher(RootProcess):
             await self._services.wait_until_registered(names, self.shape.workers)
             trimmed = event_trimming.trim_forever(self.state, self.clock)
             self._tasks.append(asyncio.create_task(trimmed, name="trim events"))
+            saving = self._profiles.save_forever(self.state)
+            self._tasks.append(asyncio.create_task(saving, name="save profiles"))
             self._directory_lock.set_ready(ready=True)
             if self._recovery is None:
                 self._start_pending_recovery()
@@ -218,6 +223,7 @@ class Launcher(RootProcess):
         await self._publish_run_host()
         await restore_all_jobs(self.state, self._redis.watermark, required=True)
         await write_settings(self.state, self.pool)
+        await self._profiles.restore(self.state)
         await self._redis.finish_restore()
         await self._services.prepare()
         await self._services.start(self._plan_services())

@@ -45,6 +45,7 @@ SUBMITTERS = {"gateway", "person"}  # roles that set a job's document
 HOST, OTHER = "here-000001", "there-000002"
 DIGEST = "5e" * 32
 SUPERVISION = "meshrl.common.mesh.process.supervision."  # its modules report exits by a script
+RECORDS = "meshrl.common.records."  # of slices: a script writes their profile
 Symbol = tuple[str, str]  # module of common/state, name in it
 # Methods of StateClient whose first argument is a script's name.
 SCRIPT_METHODS = {"run_script", "run_script_sync", "run_job_script", "run_mesh_script"}
@@ -124,7 +125,8 @@ def find_imports(tree: ast.Module) -> tuple[dict[str, str], dict[str, Symbol]]:
             continue
         for alias in node.names:
             local = alias.asname or alias.name
-            if not f"{node.module}.".startswith(("meshrl.common.state.", SUPERVISION)):
+            folders = "meshrl.common.state.", SUPERVISION, RECORDS
+            if not f"{node.module}.".startswith(folders):
                 continue
             package_dir = ROOT / node.module.replace(".", "/")
             if (package_dir / f"{alias.name}.py").is_file():
@@ -137,8 +139,9 @@ def find_imports(tree: ast.Module) -> tuple[dict[str, str], dict[str, Symbol]]:
 @pytest.fixture(scope="module")
 def scripts_by_symbol() -> Callable[[set[Symbol]], set[str]]:
     graph: dict[Symbol, tuple[set[Symbol], set[str]]] = {}
-    exit_reports_path = ROOT / "common/mesh/process/supervision/exit_reports.py"
-    for path in [*(ROOT / "common/state").rglob("*.py"), exit_reports_path]:
+    others = "mesh/process/supervision/exit_reports.py", "records/slice_records.py"
+    paths = [ROOT / "common" / name for name in others]
+    for path in [*(ROOT / "common/state").rglob("*.py"), *paths]:
         tree = ast.parse(path.read_text())
         modules, names = find_imports(tree)
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
