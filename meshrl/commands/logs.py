@@ -17,17 +17,15 @@ from meshrl.common.base.errors import ConfigError, MeshError, NotFound, PeerLost
 from meshrl.common.mesh.process.diagnosis.failure import TAIL_BYTES, read_tail
 from meshrl.directory.command_target import resolve_mesh
 from meshrl.directory.directory_paths import MeshPaths, find_root_pid, format_path
+from meshrl.directory.owner_mesh import open_owner_mesh
 
 if TYPE_CHECKING:
     from meshrl.common.mesh.runtime.mesh import Mesh
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshrl.common.api.node import LogFile, LogPart, Node, ReadLog
-from meshrl.common.base.host.settings import METRICS_OFF, MeshSettings
-from meshrl.common.mesh.access.owner import PERSON_ROLE, make_person_settings
 from meshrl.common.state import registry
 from meshrl.common.state.pool.workers.process_names import agent_name
 
@@ -213,16 +211,8 @@ class RemoteLogs:
     @asynccontextmanager
     async def connect(cls, place: MeshPaths) -> AsyncIterator[RemoteLogs]:
         """Open the log files of the running mesh at `place`, as the mesh's owner."""
-        from meshrl.common.mesh.runtime.mesh import Mesh  # only now is it sure that it is needed
-
-        settings = make_person_settings(MeshSettings.from_file(place.settings), place.directory)
-        name = f"{PERSON_ROLE}/{secrets.token_hex(4)}"
-        mesh = await Mesh.open(name, PERSON_ROLE, replace(settings, metrics=METRICS_OFF))
-        try:
-            mesh.start()
+        async with open_owner_mesh(place) as mesh:
             yield cls(mesh)
-        finally:
-            await mesh.leave()
 
     async def list_logs(self) -> tuple[list[RemoteLog], dict[str, str]]:
         """Return all of them, and why a host does not list its own."""

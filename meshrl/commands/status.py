@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.api.node import SliceExplanation
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, NotFound, StateUnavailable
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.mesh.process.child_handle import read_process_usage
 from meshrl.common.mesh.process.diagnosis.failure import read_log_end
 from meshrl.common.mesh.process.supervision import exit_reports
-from meshrl.common.state import jobs
 from meshrl.common.state.events import Event
-from meshrl.common.state.pool.store.planner_reports import JobPrediction
-from meshrl.common.state.pool.store.pool_rows import read_predictions
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.embedded_server import redact_password
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.directory.command_target import may_be_running, read_run, resolve_mesh
 from meshrl.directory.directory_paths import MeshPaths, find_mesh
 from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, make_not_running_error, query_mesh
+from meshrl.directory.owner_mesh import open_owner_mesh
 from meshrl.runs.outcome import read_outcome
 from meshrl.view import disk_full
 from meshrl.view.history import decisions, move_outcomes
 from meshrl.view.json_output import to_json_document
-from meshrl.view.live import console_tables, mesh_tables
-from meshrl.view.mesh import gpu_status
+from meshrl.view.live import console_tables, mesh_tables, slice_tables
+from meshrl.view.mesh import gang_slices, gpu_status
 from meshrl.view.mesh import host_rows as standing
 from meshrl.view.mesh.job_progress import describe_activity, list_working_processes
 from meshrl.view.mesh.mesh_snapshot import (
+    MeshSnapshot,
     find_stopped_processes,
     read_full_snapshot,
     read_mesh_snapshot,
@@ -116,33 +117,34 @@ def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
     """Print the last decisions about a job, a gang or a worker, with rules, inputs and move
     outcomes.
 
-    For a job also print its current prediction, and why nothing moves.
+    For a job also print its current prediction, and why nothing moves. For a gang in time slices
+    also print the decisions of its slice scheduler.
     """
 
-    async def read_recent_state(
-        state: StateClient,
-    ) -> tuple[list[Event], dict[str, JobPrediction], list[jobs.JobRow]]:
-        return (
-            await decisions.read_recent(state),
-            await read_predictions(state),
-            await jobs.read_jobs(state),
-        )
+    async def read_recent_state(state: StateClient) -> tuple[list[Event], MeshSnapshot]:
+        return await decisions.read_recent(state), await read_mesh_snapshot(state)
 
-    recent, predictions, rows = query_mesh(find_mesh(mesh), read_recent_state, ANSWER_TIMEOUT_S)
-    known = [read_move_outcomes(Path(row.run_dir)) for row in rows]
+    place = find_mesh(mesh)
+    recent, snapshot = query_mesh(place, read_recent_state, ANSWER_TIMEOUT_S)
+    known = [read_move_outcomes(Path(row.run_dir)) for row in snapshot.jobs]
     judged = move_outcomes.list_outcomes(move_outcomes.merge_events(*known, recent), subject)
     found = decisions.select_decisions(recent, subject)
-    present = predictions.get(subject)
+    if not found and not judged:
+        _check_subject(subject, snapshot)
+    present = snapshot.predictions.get(subject)
+    slices = _read_slices(place, subject, snapshot)
     if as_json:
         content = {
             "decisions": [asdict(event) for event in found],
             "moves": [asdict(move) for move in judged],
             "now": to_json_document(present),
+            "slices": asdict(slices) if isinstance(slices, SliceExplanation) else None,
+            "slices_error": slices.message if isinstance(slices, MeshError) else "",
         }
         print(json.dumps(content))
         return
     if not found:
-        print(f"there is no recent decision about {subject}; `meshrl status` lists jobs and gangs")
+        print(f"there is no recent decision about {subject}")
     for event in found:
         print(decisions.format_event(event))
     if judged:
@@ -152,6 +154,48 @@ def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
     if present is not None and (lines := move_outcomes.describe_prediction(present)):
         print("\nNow:")
         print("\n".join(f"  {line}" for line in lines))
+    if isinstance(slices, SliceExplanation):
+        print(f"\nTime slices of {subject} by the policy {slices.policy}, in seconds:")
+        console_tables.print_table(slice_tables.make_decisions_table(slices))
+    elif slices is not None:
+        print(f"\nThe slice scheduler of {subject} does not explain itself: {slices}")
+
+
+def _check_subject(subject: str, snapshot: MeshSnapshot) -> None:
+    """Raise NotFound unless a job, gang, instance, worker or host has the name."""
+    gangs = [gang.id for gang in snapshot.gangs]
+    known = {*gangs, *(row.id for row in snapshot.jobs)}
+    known |= {name for worker in snapshot.workers for name in (worker.id, worker.host)}
+    known |= {instance.id for gang in snapshot.gangs for instance in gang.instances}
+    if subject.removeprefix("worker/") not in known:
+        raise NotFound(
+            f"there is no job, gang, worker or host {subject}",
+            fix=f"The gangs are {', '.join(gangs) or 'not formed yet'}; `meshrl status` lists jobs "
+            "and workers",
+        )
+
+
+def _read_slices(
+    place: MeshPaths, subject: str, snapshot: MeshSnapshot
+) -> SliceExplanation | MeshError | None:
+    """Return the explanation of a gang's slice scheduler, or its error.
+
+    None: the subject is no gang, or its instances compute without time slices.
+    """
+    gang = next((gang for gang in snapshot.gangs if gang.id == subject), None)
+    if gang is None or not gang_slices.is_time_sliced(gang):
+        return None
+
+    async def read() -> SliceExplanation:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S), open_owner_mesh(place) as mesh:
+            return await gang_slices.read_gang_slices(mesh, gang)
+
+    try:
+        return asyncio.run(read())
+    except TimeoutError:
+        return DeadlineExceeded(f"no answer within {ANSWER_TIMEOUT_S:g} s")
+    except MeshError as error:
+        return error
 
 
 def print_stalls(target: Path | None, mesh: Path | None, as_json: bool) -> None:

@@ -118,6 +118,9 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
         self._seen_revision = revision  # read before the gang, which is therefore at least as new
         try:
             self.gang = await pool.read_gang(self._mesh.state, row.gang) if row.gang else None
+            if self.gang is not None and self.gang.workers[0] == row.id:
+                settings = await pool.read_settings(self._mesh.state)
+                self.slice_scheduler.set_policy(settings.slice_policy)
         except (StateUnavailable, DeadlineExceeded):
             self._seen_revision = None
             raise

@@ -16,6 +16,8 @@ class PoolSettings(ConfigTable):
     time_slicing: bool = (
         True  # True: engine and core of a job may share a worker if workers are few
     )
+    # order in which a gang's instances get time slices; see `meshrl.services.node.slices`
+    slice_policy: Literal["hrrs", "fifo", "round_robin", "exhaustive"] = "hrrs"
     gang_scope: Literal["host", "network"] = "host"  # common location of the workers of a gang
     move_timeout_s: PositiveNumber = 120.0  # time limit of a move until it is undone
     # time for workers of a new mesh to join before the first placement
