@@ -6,6 +6,7 @@ Usage:
     python -m loadtests.chaos examples/calculator.toml --faults kill,stop --count 10 --seed 1
     python -m loadtests.chaos examples/calculator.toml --faults kill,stop,damage,full --seed 1
     python -m loadtests.chaos examples/calculator.toml --jobs 2 --faults kill,stop --count 12
+    python -m loadtests.chaos examples/calculator.toml --jobs 2 --workers 2 --faults kill,stop
 
 Every few seconds one process gets SIGKILL, or SIGSTOP and, once its lease has expired, SIGCONT:
 services, planners, workers, role processes, environment processes, the agent, Redis, the fork
@@ -34,7 +35,7 @@ from meshrl.client.client import Client
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import jobs
 
-WORKERS = 2  # for each job
+WORKERS = 2  # for each job, by default
 AGAIN_S = 1.0  # between two questions to a mesh that may be without Redis
 
 
@@ -45,7 +46,7 @@ async def several(arguments: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit("with --jobs there are the faults kill and stop")
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     summaries: dict[Path, dict[str, Any]] = {}
-    async with mesh_up(folder, WORKERS * arguments.jobs) as mesh:
+    async with mesh_up(folder, arguments.workers or WORKERS * arguments.jobs) as mesh:
         disturbing = Chaos(mesh.root, arguments.seed, kinds, arguments.count)
         try:
             async with beside(disturbing.wreak()) as faults, asyncio.timeout(RUN_S):
@@ -99,6 +100,7 @@ def main() -> None:
         seed=1,
         out=(Path, "run directory; default: a temporary one"),
         jobs=(1, "of different seeds, on one mesh"),
+        workers=(0, "of the mesh of several jobs, which share too few by time slices; 0: 2 each"),
     )
     parser.add_argument("job", type=Path)
     parser.add_argument("--set", action="append", help="KEY=VALUE of the job")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -55,6 +56,7 @@ def verdict(runs: Mapping[Path, Mapping[str, Any]], report: Report, count: int) 
         **{key: None if None in told else sum(told) for key, told in books.items()},
         "held_out_greedy": min((share or 0.0 for share in reached), default=None),
         **{f"held_out_greedy_{run.name}": s for run, s in zip(runs, reached, strict=True)},
+        "longest_pause_s": max(map(find_longest_pause_s, runs), default=None),
         "wall_s": max((one.get("wall_s") or 0.0 for one in found), default=None),
         "stall_named_s": None if report.unnamed else round(max(report.named_s, default=0.0), 2),
         "stalls_checked": len(report.named_s) + len(report.unnamed),
@@ -89,3 +91,13 @@ def continued(out: Path, first_fault: float) -> int:
         elif event["kind"] == "step" and event["ms"] / 1000 > first_fault:
             trained += sum(row["scored"] for row in fields["groups"] if row["group"] in opened)
     return trained
+
+
+def find_longest_pause_s(out: Path) -> float:
+    """Return the longest time between two steps of a run in seconds; 0 with fewer than two."""
+    try:
+        events = list(map(json.loads, (out / "events.jsonl").read_text().splitlines()))
+    except OSError:
+        return 0.0
+    ends = [event["ms"] / 1000 for event in events if event["kind"] == "step"]
+    return round(max((b - a for a, b in itertools.pairwise(ends)), default=0.0), 2)
