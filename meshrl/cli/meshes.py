@@ -189,6 +189,29 @@ def move(
 
 
 @app.command(rich_help_panel="Meshes")
+def place(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Job whose core is placed.")],
+    partner: Annotated[
+        str, typer.Option("--with", metavar="JOB", help="Job whose gang it shares.")
+    ] = "",
+    apart: Annotated[bool, typer.Option("--apart", help="End the sharing.")] = False,
+    mesh: MeshOption = None,
+) -> None:
+    """Let a job share the gang of another job by time slices, or place it apart again.
+
+    Example:
+
+        meshrl place second --with first
+    """
+    from meshrl.client.client import run_request
+    from meshrl.common.base.errors import ConfigError
+
+    if bool(partner) == apart:
+        raise ConfigError("place needs either --with JOB or --apart", where="meshrl place")
+    print(run_request(lambda client: client.place(job, partner), mesh))
+
+
+@app.command(rich_help_panel="Meshes")
 def plan(
     explain: Annotated[
         bool,

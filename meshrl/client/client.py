@@ -195,6 +195,15 @@ class Client:
         async with _deadline(ANSWER_TIMEOUT_S, f"moving {worker}"):
             return await self._transport.move(worker, role, job)
 
+    async def place(self, job: str, partner: str = "") -> str:
+        """Order the planner to place a job's core on the gang of the core of job `partner`, where
+        both take time slices, or, without a partner, apart again. Return its decision.
+
+        Raises Refused with the planner's reason, NotAllowed for a client with only a token.
+        """
+        async with _deadline(ANSWER_TIMEOUT_S, f"placing {job}"):
+            return await self._transport.place(job, partner)
+
     async def weights(
         self,
         name: str,

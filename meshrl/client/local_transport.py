@@ -35,6 +35,8 @@ from meshrl.view.mesh.mesh_snapshot import MeshSnapshot, read_mesh_snapshot
 CONNECT_TIMEOUT_S = 10.0
 DECISION_TIMEOUT_S = 6.0
 POLL_S = 0.2
+# Events of a decision about a request.
+DECISION_EVENTS = ("move_declined", "move_settled", "desired", "place_declined", "place_settled")
 MOVE_ROLES = (Role.ROLLOUT, Role.TRAINING, Role.IDLE)
 
 
@@ -95,26 +97,49 @@ class LocalTransport:
         op_id = uuid.uuid4().hex
         request = PoolRequest(op_id, "move", worker=worker, role=role, job=job)
         await pool.submit_request(self._state, request)
-        return await self._wait_for_decision(worker, op_id, last)
+        decision = await self._wait_for_decision(op_id, last)
+        if decision is None:
+            return (
+                f"the planner has not decided on {worker} yet; `meshrl workers` shows its decision"
+            )
+        if decision.kind == "move_settled":
+            return f"{worker} already has that role"
+        role = f"the role {decision.fields['role']}"
+        return f"{worker} will take {role}; `meshrl workers` shows the change"
 
-    async def _wait_for_decision(self, worker: str, op_id: str, since: str) -> str:
-        """Return the planner's decision about a requested move. Raises Refused with its reason."""
+    async def place(self, job: str, partner: str) -> str:
+        known = [
+            row.id for row in await await_redis_answer(self._place, jobs.read_jobs(self._state))
+        ]
+        for name in filter(None, (job, partner)):
+            if name not in known:
+                fix = f"Choose one of: {', '.join(known)}" if known else ""
+                raise NotFound(f"there is no job {name}", fix=fix)
+        last = await events.read_last_id(self._state)
+        op_id = uuid.uuid4().hex
+        await pool.submit_request(
+            self._state, PoolRequest(op_id, "place", job=job, partner=partner)
+        )
+        decision = await self._wait_for_decision(op_id, last)
+        if decision is None:
+            return f"the planner has not decided on {job} yet; `meshrl status --why {job}` shows it"
+        where = f"share the gang of {partner}" if partner else "get workers of its own"
+        return f"{job} will {where}; `meshrl status` shows the change"
+
+    async def _wait_for_decision(self, op_id: str, since: str) -> Event | None:
+        """Return the event of the planner's decision about a request; None if there is none yet.
+
+        Raises Refused with the planner's reason.
+        """
         for _ in range(round(DECISION_TIMEOUT_S / POLL_S)):
             await asyncio.sleep(POLL_S)
             for event in await events.read_all(self._state, since):
-                kind, fields = event.kind, event.fields
-                if (
-                    kind not in ("move_declined", "move_settled", "desired")
-                    or fields["op"] != op_id
-                ):
+                if event.kind not in DECISION_EVENTS or event.fields["op"] != op_id:
                     continue
-                if kind == "move_declined":
-                    raise Refused(fields["reason"])
-                if kind == "move_settled":
-                    return f"{worker} already has that role"
-                role = f"the role {fields['role']}"
-                return f"{worker} will take {role}; `meshrl workers` shows the change"
-        return f"the planner has not decided on {worker} yet; `meshrl workers` shows the decision"
+                if event.kind.endswith("_declined"):
+                    raise Refused(event.fields["reason"])
+                return event
+        return None
 
     async def weights(self, name: str, step: int | None, best: bool, out: Path) -> Path:
         run_dir = Path((await self.job(name)).run_dir)

@@ -123,6 +123,9 @@ class RemoteTransport:
     async def move(self, worker: str, role: str, job: str) -> str:
         raise NotAllowed("a token does not allow moving workers", fix="Ask the owner of the mesh")
 
+    async def place(self, job: str, partner: str) -> str:
+        raise NotAllowed("a token does not allow placing jobs", fix="Ask the owner of the mesh")
+
     async def weights(self, name: str, step: int | None, best: bool, out: Path) -> Path:
         request = ModelRequest(name, -1 if step is None else step, best)
         with _atomic_directory(out) as scratch:

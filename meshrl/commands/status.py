@@ -73,6 +73,8 @@ def print_status(target: Path | None, mesh: Path | None, as_json: bool) -> None:
     console.print(tables[0])
     for line in mesh_tables.list_block_reasons(found.jobs):
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    for line in mesh_tables.list_shared_gangs(found):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if len(hosts) > 1:
         console.print(tables[3])
     console.print(tables[1], tables[2])

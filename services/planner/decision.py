@@ -8,7 +8,7 @@ that the previous one left. A snapshot that already contains the decisions leads
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshrl.common.state.pool.demand.requirements import PlannedJob
@@ -17,12 +17,17 @@ from meshrl.common.state.pool.scheduling.feasibility import drop_infeasible_degr
 from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
 from meshrl.services.planner.admission.fair_shares import PoolDivision, ShareClaim, divide_pool
 from meshrl.services.planner.admission.feasibility import find_infeasible_jobs, order_runnable_jobs
+from meshrl.services.planner.admission.gang_partners import (
+    find_partners,
+    select_requested_partners,
+)
 from meshrl.services.planner.admission.service_hosts import ServiceHosts
 from meshrl.services.planner.balance.calibration import update_correction
 from meshrl.services.planner.balance.rebalancing import SimulationBudget, balance_job
 from meshrl.services.planner.balance.split_state import SplitState
 from meshrl.services.planner.memory import PlannerMemory
 from meshrl.services.planner.policies import pausing, role_moves
+from meshrl.services.planner.policies.core_placement import place_core
 from meshrl.services.planner.policies.engine_placement import has_no_engine_place
 from meshrl.services.planner.policies.eviction import (
     evict_displaced,
@@ -30,6 +35,11 @@ from meshrl.services.planner.policies.eviction import (
     remove_instances_of_finished_jobs,
 )
 from meshrl.services.planner.policies.expert_split import choose_expert_split
+from meshrl.services.planner.policies.gang_sharing import (
+    end_sharing,
+    evict_misplaced_cores,
+    place_beside_partners,
+)
 from meshrl.services.planner.policies.placement import (
     end_time_slicing,
     grow_job,
@@ -38,6 +48,7 @@ from meshrl.services.planner.policies.placement import (
 )
 from meshrl.services.planner.policies.pool_requests import answer_requests
 from meshrl.services.planner.policies.service_placement import place_services
+from meshrl.services.planner.policies.sharing_requests import answer_sharing_requests
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.presence import PoolPresence, compute_presence
 
@@ -69,8 +80,9 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
     jobs = [job for job, _ in expert_choices.values()]
     role_moves.finish_moves(draft)
     service_hosts = ServiceHosts(snapshot, presence)
-    division = _divide_pool(draft, jobs, presence, service_hosts)
-    _place_instances(draft, jobs, division, presence)
+    requested = answer_sharing_requests(draft, jobs, memory.requested_partners)
+    division = _divide_pool(draft, jobs, presence, service_hosts, requested)
+    _place_instances(draft, jobs, division, presence, requested)
     cordoned = answer_requests(draft, jobs, division, presence, service_hosts, memory.cordoned)
     previous_states = {job.id: memory.split_states.get(job.id, SplitState()) for job in jobs}
     running = [job for job in jobs if job.id in division.workers]
@@ -94,6 +106,7 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
         cordoned=cordoned & known_workers,
         split_states=split_states,
         entitled=dict(division.workers),
+        requested_partners=requested,
         expert_splits={
             job_id: expert_state
             for job_id, (_, expert_state) in expert_choices.items()
@@ -110,11 +123,13 @@ def _divide_pool(
     jobs: Sequence[PlannedJob],
     presence: PoolPresence,
     service_hosts: ServiceHosts,
+    requested_partners: Mapping[str, str],
 ) -> PoolDivision:
     """Divide the pool among the jobs whose shards and sandboxes some host accepts.
 
     Other jobs are rejected with the reason. While a new mesh gathers workers, time slicing is off,
-    as workers may still join.
+    as workers may still join. Jobs for which no workers are left share the gang of another job, if
+    they fit.
     """
     snapshot = draft.snapshot
     rejected = {job.id: why for job in jobs if (why := service_hosts.explain_rejection(job))}
@@ -123,7 +138,20 @@ def _divide_pool(
     places = Counter(settings.get_gang_location(worker) for worker in presence.usable_workers)
     claims = {job.id: _build_share_claim(draft, job) for job in jobs}
     time_slicing = settings.time_slicing and not snapshot.is_gathering_workers
-    division = divide_pool(jobs, places, claims, time_slicing, settings.gang_scope)
+
+    def divide(partners: Mapping[str, str]) -> PoolDivision:
+        scope = settings.gang_scope
+        return divide_pool(jobs, places, claims, time_slicing, scope, partners)
+
+    partners = select_requested_partners(draft, jobs, requested_partners) if time_slicing else {}
+    division = divide(partners)
+    if time_slicing and settings.jobs_per_gang > 1:
+        for _ in jobs:
+            more = find_partners(draft, jobs, division)
+            if more.keys() <= partners.keys():
+                break
+            partners |= more
+            division = divide(partners)
     division.rejected.update(rejected)
     return division
 
@@ -148,7 +176,11 @@ def _build_share_claim(draft: PoolDraft, job: PlannedJob) -> ShareClaim:
 
 
 def _place_instances(
-    draft: PoolDraft, jobs: Sequence[PlannedJob], division: PoolDivision, presence: PoolPresence
+    draft: PoolDraft,
+    jobs: Sequence[PlannedJob],
+    division: PoolDivision,
+    presence: PoolPresence,
+    requested_partners: Mapping[str, str],
 ) -> None:
     """Change the draft's instances to match the shares.
 
@@ -160,15 +192,21 @@ def _place_instances(
             pausing.update_block_reason(draft, job, division)
             pausing.free_accelerators(draft, job)
     running = [(job, division.workers[job.id]) for job in jobs if job.id in division.workers]
+    running.sort(key=lambda one: one[0].id in division.partners)  # stable: partners before guests
     for job, _ in running:
         evict_displaced(draft, job, presence, division)
+    evict_misplaced_cores(draft, jobs, division)
     waking_workers = pausing.find_waking_workers(draft, [job for job, _ in running])
     for job, share in running:
         shrink_to_share(draft, job, share, "share", waking_workers)
     for job, share in running:
-        pausing.wake_core(draft, job, share)
-        place_floor(draft, job, share, division.core_places.get(job.id, ""), division.time_slicing)
+        pausing.wake_core(draft, job, share, division)
+        requested = division.partners.get(job.id, "-") == requested_partners.get(job.id)
+        if not place_beside_partners(draft, job, share, division, requested):
+            place_core(draft, job, share, division.core_places.get(job.id, ""))
+        place_floor(draft, job, share, division.time_slicing)
         pausing.update_block_reason(draft, job, division)
     for job, share in running:
         grow_job(draft, job, share)
         end_time_slicing(draft, job, share)
+    end_sharing(draft, [job for job, _ in running])

@@ -27,6 +27,8 @@ class PlannerMemory(PoolAbsences):
     entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; displayed to users
     # of jobs whose cores split experts
     expert_splits: Mapping[str, ExpertSplitState] = field(default_factory=dict)
+    # of jobs that a user has placed with another job: that job
+    requested_partners: Mapping[str, str] = field(default_factory=dict)
     correction: Correction = field(default_factory=Correction)  # of predicted engine speeds
 
     def encode(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from meshrl.view.history.blocked_jobs import ADMISSION
 
 DECISION_KINDS = (
     *("desired", "admission", "gang", "move", "move_declined", "services", "lost"),
+    *("place_settled", "place_declined"),
     *("host_lost", "host_back", "host_joined", "host_left", "host_marked", "drain_settled"),
 )
 MAX_DECISIONS = 12  # decisions that are shown, the last ones

@@ -47,6 +47,7 @@ EVENT_TEXTS = {
     "history_lost": "history_lost: events after {since} up to {through} were lost; the "
     "account continues from rows in Redis",
     "move_declined": "the planner rejected a move: {reason}",
+    "place_declined": "the planner rejected a place: {reason}",
 }
 
 

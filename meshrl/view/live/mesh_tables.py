@@ -56,6 +56,17 @@ def list_block_reasons(rows: Sequence[JobRow]) -> list[str]:
     return [f"{row.id} is {find_block_reason(row)}" for row in rows if find_block_reason(row)]
 
 
+def list_shared_gangs(mesh: MeshSnapshot) -> list[str]:
+    """Return which jobs share the workers of their cores, a line for each such gang."""
+    lines = []
+    for gang in mesh.gangs:
+        cores = [one for one in gang.instances if one.core and one.time_sliced]
+        if len({one.job for one in cores}) > 1:
+            names = [f"{one.job} (by request)" if one.pinned else one.job for one in cores]
+            lines.append(f"{gang.id} is shared by time slices: {', '.join(sorted(names))}")
+    return lines
+
+
 def format_state(block_reason: str, phase: str, phase_text: str) -> Text:
     """Return the state of a job: `block_reason` if it waits or is paused, else its phase."""
     if block_reason:

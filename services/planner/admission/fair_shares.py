@@ -10,8 +10,9 @@ are shared by weighted max-min, highest priority first, within each job's minimu
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from meshrl.common.state.jobs import Phase
@@ -35,9 +36,18 @@ class PoolDivision:
     """Division of the pool among jobs."""
 
     workers: dict[str, int] = field(default_factory=dict)  # by admitted job
-    core_places: dict[str, str] = field(default_factory=dict)  # place for the ranks of each core
+    # place for the ranks of each core; guests have the place of their partner's core
+    core_places: dict[str, str] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)  # by rejected job: the reason
     time_slicing: bool = True  # True if engine and core of a job may share workers
+    # of jobs whose cores compute on the workers of another job's core: that job
+    partners: dict[str, str] = field(default_factory=dict)
+
+    def get_companions(self, job: str) -> list[str]:
+        """Return the jobs whose cores share the workers of a job's core."""
+        partner = self.partners.get(job, job)
+        group = [partner, *(guest for guest, one in self.partners.items() if one == partner)]
+        return [one for one in group if one != job]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,7 @@ class ShareBounds:
     min_workers: int
     max_workers: float  # infinite: no limit
     weight: float
+    shared_workers: float = 0.0  # that it uses beside these; negative: that it lends
 
 
 def divide_pool(
@@ -55,11 +66,34 @@ def divide_pool(
     claims: Mapping[str, ShareClaim],
     time_slicing: bool,
     place_kind: str = "host",
+    partners: Mapping[str, str] | None = None,
 ) -> PoolDivision:
     """Divide the pool among jobs, in the order of the jobs. `workers_by_place` counts the usable
     workers of each place; a gang lies in one place, which is of `place_kind`. `time_slicing`
-    permits engines and cores to share workers.
+    permits engines and cores to share workers. `partners`: of jobs whose cores share the workers
+    of another job's core, that job. Each of the two counts with half of these workers.
     """
+    guests = partners or {}
+    found = _divide_pool_once(jobs, workers_by_place, claims, time_slicing, place_kind, guests)
+    alone = {guest for guest, partner in found.partners.items() if partner not in found.workers}
+    if alone:  # the partner has no workers
+        kept = {guest: partner for guest, partner in guests.items() if guest not in alone}
+        return divide_pool(jobs, workers_by_place, claims, time_slicing, place_kind, kept)
+    ranks = {job.id: job.requirements.ranks for job in jobs}
+    for guest in found.partners:
+        found.workers[guest] += ranks[guest]
+    return found
+
+
+def _divide_pool_once(
+    jobs: Sequence[PlannedJob],
+    workers_by_place: Mapping[str, int],
+    claims: Mapping[str, ShareClaim],
+    time_slicing: bool,
+    place_kind: str,
+    guests: Mapping[str, str],
+) -> PoolDivision:
+    """Divide the pool; shares of guests are without the workers that they share."""
     found = PoolDivision(time_slicing=time_slicing)
     rooms = _PlaceCapacity(workers_by_place, place_kind)
     remaining_workers = sum(workers_by_place.values())
@@ -67,11 +101,16 @@ def divide_pool(
     for _, grouped in groupby(jobs, key=lambda job: job.requirements.priority):
         level = list(grouped)
         bounds, reserved_workers = _admit_priority_level(
-            level, remaining_workers, rooms, claims, time_slicing, found
+            level, remaining_workers, rooms, claims, time_slicing, found, guests
         )
         levels.append((bounds, reserved_workers))
         remaining_workers -= reserved_workers
+    lent = _count_lent_workers(jobs, found.partners)
     for bounds, reserved_workers in levels:
+        bounds = {
+            job: replace(bound, shared_workers=bound.shared_workers - lent[job] / 2)
+            for job, bound in bounds.items()
+        }
         shares = fill_shares(bounds, reserved_workers + remaining_workers)
         remaining_workers = reserved_workers + remaining_workers - sum(shares.values())
         found.workers.update(shares)
@@ -82,6 +121,15 @@ def divide_pool(
             del found.rejected[job.id]
             remaining_workers = 0
     return found
+
+
+def _count_lent_workers(jobs: Sequence[PlannedJob], partners: Mapping[str, str]) -> Counter[str]:
+    """Count the workers of each job's core that guests share."""
+    lent: Counter[str] = Counter()
+    for job in jobs:
+        if job.id in partners:
+            lent[partners[job.id]] += job.requirements.ranks
+    return lent
 
 
 def fill_shares(bounds: Mapping[str, ShareBounds], workers: int) -> dict[str, int]:
@@ -106,14 +154,21 @@ def has_started(job: PlannedJob) -> bool:
 
 def _compute_max_min_shares(bounds: Sequence[ShareBounds], workers: int) -> list[float]:
     """Compute the exact max-min shares by bisection of the level per weight."""
-    low, high = 0.0, float(workers) / min((b.weight for b in bounds), default=1.0) + 1.0
+
+    def share(bound: ShareBounds, level: float) -> float:
+        wanted = bound.weight * level - bound.shared_workers
+        return min(max(wanted, bound.min_workers), bound.max_workers)
+
+    offset = max((bound.shared_workers for bound in bounds), default=0.0)
+    low = min((-abs(bound.shared_workers) / bound.weight for bound in bounds), default=0.0)
+    high = (workers + max(offset, 0.0)) / min((b.weight for b in bounds), default=1.0) + 1.0
     for _ in range(100):
         level = (low + high) / 2
-        if sum(min(max(b.weight * level, b.min_workers), b.max_workers) for b in bounds) > workers:
+        if sum(share(bound, level) for bound in bounds) > workers:
             high = level
         else:
             low = level
-    return [min(max(b.weight * low, b.min_workers), b.max_workers) for b in bounds]
+    return [share(bound, low) for bound in bounds]
 
 
 def _admit_priority_level(
@@ -123,16 +178,18 @@ def _admit_priority_level(
     claims: Mapping[str, ShareClaim],
     time_slicing: bool,
     division: PoolDivision,
+    guests: Mapping[str, str],
 ) -> tuple[dict[str, ShareBounds], int]:
     """Return the bounds of the admitted jobs of one priority and the workers reserved for them."""
 
     def floor(job: PlannedJob, least: int) -> int:
         pinned = claims.get(job.id, ShareClaim()).pinned_workers
-        return max(
+        most = max(
             least,
             job.requirements.min_workers,
             count_time_sliced_floor(job.requirements) + pinned if pinned else 0,
         )
+        return most - job.requirements.ranks if job.id in guests else most
 
     full = {job.id: floor(job, job.requirements.worker_floor) for job in level_jobs}
     tight = time_slicing and sum(full.values()) > free_workers
@@ -156,6 +213,12 @@ def _admit_priority_level(
             if job.requirements.colocate == "never":
                 why += ', and pool.colocate = "never" keeps its engines off the core\'s workers'
             division.rejected[job.id] = why
+        elif job.id in guests:
+            ranks = job.requirements.ranks
+            most = max((job.requirements.max_workers or math.inf) - ranks, least)
+            division.partners[job.id] = guests[job.id]
+            bounds[job.id] = ShareBounds(least, most, job.requirements.share, ranks / 2)
+            free -= least
         elif home := capacity.take_core_place(
             job.requirements, "" if claim.is_stranded else claim.core_place
         ):

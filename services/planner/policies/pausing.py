@@ -10,12 +10,18 @@ from collections.abc import Iterable
 
 from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.scheduling.decisions import Rationale, SetBlockReason
-from meshrl.common.state.pool.scheduling.feasibility import estimate_offload_bytes, has_room
+from meshrl.common.state.pool.scheduling.feasibility import (
+    estimate_offload_bytes,
+    has_room,
+    list_slice_bytes,
+)
 from meshrl.common.state.pool.store.documents import id_sort_key
 from meshrl.common.state.pool.workers.rows import InstancePhase, Tier
 from meshrl.services.planner.admission.fair_shares import PoolDivision, has_started
+from meshrl.services.planner.policies.gang_sharing import share_core_workers
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement
+from meshrl.services.planner.pool.residency import explain_no_slice_room
 
 
 def update_block_reason(draft: PoolDraft, job: PlannedJob, division: PoolDivision) -> None:
@@ -26,7 +32,12 @@ def update_block_reason(draft: PoolDraft, job: PlannedJob, division: PoolDivisio
     """
     admitted = job.id in division.workers
     core_place = division.core_places.get(job.id, "")
-    reason = _explain_waiting(draft, job, core_place) if admitted else division.rejected.get(job.id)
+    partner = division.partners.get(job.id, "")
+    reason = (
+        _explain_waiting(draft, job, core_place, partner)
+        if admitted
+        else division.rejected.get(job.id)
+    )
     kind = "paused" if has_started(job) else "waiting"
     block_reason = f"{kind}: {reason}" if reason is not None else ""
     is_early = draft.snapshot.is_gathering_workers or draft.snapshot.is_starting
@@ -68,8 +79,9 @@ def free_accelerators(draft: PoolDraft, job: PlannedJob) -> None:
             _put_core_to_sleep(draft, job, placement, rationale)
 
 
-def wake_core(draft: PoolDraft, job: PlannedJob, share: int) -> None:
-    """Wake a sleeping core on its workers, and remove the instances that occupy them.
+def wake_core(draft: PoolDraft, job: PlannedJob, share: int, division: PoolDivision) -> None:
+    """Wake a sleeping core on its workers, and remove the instances that occupy them, except those
+    of jobs with which it shares them.
 
     If another core occupies them, or a worker is lost, remove the sleeping core instead: it resumes
     from its checkpoint elsewhere. Without a checkpoint, change nothing.
@@ -78,16 +90,28 @@ def wake_core(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     if core is None or core.is_awake or core.instance.tier == Tier.ABSENT:  # the last one leaves
         return
     rationale = Rationale("share", job.id, {"entitled": share})
-    others = [s for w in core.workers for s in draft.list_awake_on(w)]
+    companions = division.get_companions(job.id)
+    beside = [s for w in core.workers for s in draft.list_awake_on(w)]
+    shared = [
+        s
+        for s in beside
+        if s.instance.job in companions and (s.instance.core or s.instance.time_sliced)
+    ]
+    others = [s for s in beside if s not in shared]
     if any(worker not in draft.usable_workers for worker in core.workers) or any(
         other.instance.core for other in others
     ):
         if job.has_checkpoint:
             draft.remove_instance(core, rationale)
         return
+    needs = {job.id: list_slice_bytes(job.requirements)[:1]}
+    if shared and any(explain_no_slice_room(draft, worker, needs) for worker in core.workers):
+        return
     for other in {placement.instance.id: placement for placement in others}.values():
         draft.remove_instance(other, rationale)
-    draft.update_instance(core, rationale, tier=Tier.ACCELERATOR)
+    core = draft.update_instance(core, rationale, tier=Tier.ACCELERATOR, time_sliced=bool(shared))
+    if shared:
+        share_core_workers(draft, core, rationale)
 
 
 def find_waking_workers(draft: PoolDraft, jobs: Iterable[PlannedJob]) -> set[str]:
@@ -96,10 +120,15 @@ def find_waking_workers(draft: PoolDraft, jobs: Iterable[PlannedJob]) -> set[str
     return {w for core in cores if core is not None and not core.is_awake for w in core.workers}
 
 
-def _explain_waiting(draft: PoolDraft, job: PlannedJob, core_place: str) -> str | None:
+def _explain_waiting(
+    draft: PoolDraft, job: PlannedJob, core_place: str, partner: str
+) -> str | None:
     """Explain why the core of an admitted job waits; None if it has its place."""
-    if draft.get_instances(job.id).core is not None:
+    core = draft.get_instances(job.id).core
+    if core is not None and (core.is_awake or not partner):
         return None
+    if partner:
+        return f"its core is to share the workers of {partner}, and these are not ready yet"
     ranks = job.requirements.ranks
     needed = f"its core needs {ranks} of {core_place}" if ranks > 1 else "its core needs a worker"
     leaving = {

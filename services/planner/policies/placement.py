@@ -10,16 +10,13 @@ from collections.abc import Set
 
 from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.scheduling.decisions import Rationale
-from meshrl.common.state.pool.scheduling.feasibility import (
-    explain_no_residency,
-    list_slice_bytes,
-)
+from meshrl.common.state.pool.scheduling.feasibility import list_slice_bytes
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.services.planner.policies import engine_placement
-from meshrl.services.planner.policies.core_placement import place_core
 from meshrl.services.planner.policies.hybrid_transfers import can_add_hybrids
 from meshrl.services.planner.policies.worker_gathering import can_host_hybrid
 from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.residency import explain_no_slice_room
 
 
 def shrink_to_share(
@@ -44,11 +41,8 @@ def shrink_to_share(
             over -= len(seated.workers)
 
 
-def place_floor(
-    draft: PoolDraft, job: PlannedJob, share: int, core_place: str, time_slicing: bool
-) -> None:
-    """Place the core, one engine and the frozen models: the minimum of a job."""
-    place_core(draft, job, share, core_place)
+def place_floor(draft: PoolDraft, job: PlannedJob, share: int, time_slicing: bool) -> None:
+    """Place one engine and the frozen models: with the core, the minimum of a job."""
     _place_scoring(draft, job, share)
     if not job.requirements.needs_rollout:
         return
@@ -140,8 +134,6 @@ def end_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     why = Rationale("share", job.id, {"entitled": share})
     for engine in team.time_sliced_engines:
         draft.remove_instance(engine, why)
-    if team.core.instance.time_sliced:
-        draft.update_instance(team.core, why, time_sliced=False)
 
 
 def _count_fixed_workers(job: PlannedJob) -> int:
@@ -182,8 +174,8 @@ def _start_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
         return
     there = {worker for engine in team.time_sliced_engines for worker in engine.workers}
     lacking = [worker for worker in core.workers if worker not in there]
-    needs = list_slice_bytes(job.requirements)
-    if any(explain_no_residency(draft.workers[w].budget, needs) for w in lacking):
+    needs = {job.id: list_slice_bytes(job.requirements)}
+    if any(explain_no_slice_room(draft, worker, needs) for worker in lacking):
         return
     why = _make_rationale("turns", job, share)
     if lacking and not core.instance.time_sliced:

@@ -39,6 +39,8 @@ def answer_requests(
         if request.kind == "drain":
             _settle_drain(draft, request, service_hosts)
             continue
+        if request.kind != "move":
+            continue
         named = [job for job in jobs if job.id == request.job] if request.job else jobs
         job = named[0] if len(named) == 1 else None
         why = _explain_rejection(draft, request, job, division, presence, cordoned)

@@ -634,6 +634,19 @@ async def test_requests_are_stored_until_granted_or_rejected(
     assert (await read_events(bench.state, "desired"))[-1]["op"] == "m1"
 
 
+async def test_request_for_a_place_with_another_job_is_stored_and_answered(bench: Bench) -> None:
+    leader_token, _ = await form_gang(bench)
+    request = PoolRequest("p0", "place", job=JOB, partner="other")
+    await pool.submit_request(bench.state, request)
+    [stored] = (await pool.read_snapshot(bench.state, leader_token)).snapshot.requests
+    assert replace(stored, requested_ms=0) == request
+    granted = Rationale("user", JOB, {"partner": "other"})
+    await write_decisions(bench, leader_token, RejectRequest("p0", "", granted))
+    [settled] = await read_events(bench.state, "place_settled")
+    assert (settled["job"], settled["partner"]) == (JOB, "other")
+    assert (await pool.read_snapshot(bench.state, leader_token)).snapshot.requests == ()
+
+
 async def test_host_drains_from_the_moment_of_the_request(bench: Bench) -> None:
     await worker(bench)
     leader_token = await elect_leader(bench)

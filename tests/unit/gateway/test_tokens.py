@@ -129,6 +129,8 @@ async def test_job_is_followed_and_stopped_with_its_token(bench: GatewayBench, j
             await again.delete()
         with pytest.raises(NotAllowed, match="does not allow moving workers"):
             await client.move("w0", "training")
+        with pytest.raises(NotAllowed, match="does not allow placing jobs"):
+            await client.place("game", "game-2")
 
 
 async def test_deletion_can_be_repeated_after_a_lost_answer(bench: GatewayBench, job: Path) -> None:

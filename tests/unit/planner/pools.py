@@ -21,6 +21,10 @@ from meshrl.common.state.pool.scheduling.decisions import (
     RemoveInstance,
     SetBlockReason,
 )
+from meshrl.common.state.pool.scheduling.feasibility import (
+    estimate_accelerator_bytes,
+    explain_no_residency,
+)
 from meshrl.common.state.pool.scheduling.snapshot import PoolHost, PoolSnapshot
 from meshrl.common.state.pool.workers.rows import (
     Gang,
@@ -252,10 +256,10 @@ def awake(snapshot: PoolSnapshot, job: str) -> set[str]:
 def check(snapshot: PoolSnapshot) -> None:
     """Assert the invariants of every snapshot.
 
-    A worker is in one gang. Its accelerator has one instance, or an engine and a core of one job
-    that are time sliced. A job has one core, and its gang has one host, or one network if the pool
-    says so, with the ranks of a host next to each other. An engine is on one host; an engine of
-    several workers is not time sliced.
+    A worker is in one gang. Its accelerator has one instance, or time-sliced ones: an engine and a
+    core of each of at most `jobs_per_gang` jobs, whose tensors fit. A job has one core, and its
+    gang has one host, or one network if the pool says so, with the ranks of a host next to each
+    other. An engine is on one host; an engine of several workers is not time sliced.
     """
     members = [worker for gang in snapshot.gangs for worker in gang.workers]
     assert len(members) == len(set(members))
@@ -277,10 +281,26 @@ def check(snapshot: PoolSnapshot) -> None:
         for rank in range(len(gang.workers)):
             there = [r for r in gang.instances if rank in r.ranks and r.tier == Tier.ACCELERATOR]
             if len(there) > 1:
-                assert len(there) == 2 and all(r.time_sliced for r in there)
-                assert {r.job for r in there} == {there[0].job}
-                assert {r.role for r in there} == {Role.TRAINING, Role.ROLLOUT}
+                check_time_sliced(snapshot, there_are[gang.workers[rank]], there)
     assert len(cores) == len(set(cores))
+
+
+def check_time_sliced(
+    snapshot: PoolSnapshot, worker: WorkerRow, instances: Sequence[Instance]
+) -> None:
+    """Assert the invariants of the instances that take time slices on one worker."""
+    assert all(r.time_sliced for r in instances)
+    assert all(r.core if r.role == Role.TRAINING else r.role == Role.ROLLOUT for r in instances)
+    assert len({(r.job, r.role) for r in instances}) == len(instances)
+    jobs = {r.job for r in instances}
+    assert len(jobs) <= snapshot.settings.jobs_per_gang
+    needs = {one.id: one.requirements for one in snapshot.jobs}
+    if jobs <= needs.keys():
+        slices = [
+            estimate_accelerator_bytes(r.role, r.core, len(r.ranks), needs[r.job])
+            for r in instances
+        ]
+        assert not explain_no_residency(worker.budget, slices)
 
 
 QUIET = PoolSettings(time_slicing=False)

@@ -157,7 +157,7 @@ def test_engine_without_time_slicing_has_its_own_worker() -> None:
         replace(one, requirements=replace(one.requirements, can_time_slice=False))
         for one in jobs[:2]
     ]
-    bench = start_pool([3], *jobs)
+    bench = start_pool([3], *jobs, settings=PoolSettings(jobs_per_gang=1))
     assert sorted(bench.roles("a").values()) == ["core", "rollout"]
     assert bench.roles("b") == {} and "it needs 2 workers" in bench.snapshot.jobs[1].block_reason
     assert list(bench.roles("c").values()) == ["core+rollout"]

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.demand.role_memory import RoleMemory
 from meshrl.common.state.pool.scheduling.decisions import PlaceInstance, RemoveInstance
 from meshrl.common.state.pool.scheduling.feasibility import explain_infeasible
 from meshrl.common.state.pool.scheduling.snapshot import PoolRequest
-from meshrl.common.state.pool.workers.rows import Gang, Instance, Role, Tier
+from meshrl.common.state.pool.workers.rows import Gang, Instance, Role, Tier, TierBytes
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.services.planner.admission.fair_shares import (
     ShareBounds,
@@ -29,6 +30,7 @@ from meshrl.services.planner.admission.fair_shares import (
 from tests.unit.planner.pools import NOW_MS, PlannerBench, job, pool, set_reconciled
 
 STEPS = 30
+MEMORY = RoleMemory(core=400, core_state=300, hybrid=200, engines={1: 100})
 KINDS = ["comes", "comes", "ends", "dies", "back", "idle", "later", "saved", "saved"]
 
 
@@ -46,6 +48,35 @@ def test_decisions_apply_on_random_walks(seed: int) -> None:
         step(bench, drawn, number, [(1,)])
         bench.decide_once(ready=drawn.random() < 0.8)
     bench.settle(within=40)
+
+
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize("seed", range(400, 430))
+def test_decisions_apply_with_gangs_of_several_jobs(seed: int) -> None:
+    """Check random walks in which users place jobs with each other and apart, on workers with
+    budgets. `PlannerBench` checks after each pass that no gang has more jobs than the settings
+    allow, and that the tiers of each worker hold what shares it.
+    """
+    drawn = random.Random(seed)
+    hosts = [drawn.randint(1, 4) for _ in range(drawn.randint(1, 2))]
+    bench = PlannerBench(pool(hosts, settings=PoolSettings(jobs_per_gang=drawn.randint(1, 3))))
+    for worker in bench.snapshot.workers:
+        tiers = TierBytes(drawn.choice([400, 600, 2000]), drawn.choice([200, 1000]), 500)
+        bench.update_worker(worker.id, budget=tiers)
+    for number in range(STEPS):
+        step(bench, drawn, number, [(1,)], memory=MEMORY)
+        ids = [planned.id for planned in bench.snapshot.jobs]
+        if ids and drawn.random() < 0.3:
+            partner = drawn.choice([*ids, ""])
+            request = PoolRequest(f"p{number}", "place", job=drawn.choice(ids), partner=partner)
+            bench.update(requests=(*bench.snapshot.requests, request))
+        bench.decide_once(ready=drawn.random() < 0.8)
+    before = None
+    for _ in range(7):  # dead workers are forgotten first, and jobs that need them fail
+        bench.settle(within=40)
+        before, after = {j.id: bench.roles(j.id) for j in bench.snapshot.jobs}, before
+        bench.update(now_ms=bench.snapshot.now_ms + 130_000)
+    assert before == after, "no job alternates between share and pause"
 
 
 @pytest.mark.rotating(3)
@@ -104,7 +135,11 @@ def test_single_job_has_an_engine_after_any_history(seed: int) -> None:
 
 
 def step(
-    bench: PlannerBench, drawn: random.Random, number: int, degrees: Sequence[tuple[int, ...]]
+    bench: PlannerBench,
+    drawn: random.Random,
+    number: int,
+    degrees: Sequence[tuple[int, ...]],
+    **requirements: Any,
 ) -> None:
     """Apply one random event to jobs, to a worker, or to the clock."""
     snapshot, kind = bench.snapshot, drawn.choice(KINDS)
@@ -121,6 +156,7 @@ def step(
             phase=Phase.QUEUED,
             submitted_ms=number,
             has_checkpoint=drawn.random() < 0.6,
+            **requirements,
         )
         bench.update(jobs=(*snapshot.jobs, more))
     elif kind == "ends" and ids:

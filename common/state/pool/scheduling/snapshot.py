@@ -41,13 +41,14 @@ class PoolHost:
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
-    """Request of a user; `kind` is move or drain."""
+    """Request of a user; `kind` is move, place or drain."""
 
     op: str
     kind: str
     worker: str = ""  # move: which worker
     role: str = ""  # move: to which role, as the user wrote it
-    job: str = ""  # move: of which job; empty: the only one
+    job: str = ""  # move: of which job; empty: the only one. place: which job
+    partner: str = ""  # place: with which job; empty: apart again
     host: str = ""  # drain
     requested_ms: int = 0
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from meshrl.common.job.constraints import ConfigTable, NonNegativeNumber, PositiveNumber
+from meshrl.common.job.constraints import (
+    ConfigTable,
+    NonNegativeNumber,
+    PositiveInteger,
+    PositiveNumber,
+)
 from meshrl.common.state.pool.workers.rows import WorkerRow
 
 
@@ -18,6 +23,8 @@ class PoolSettings(ConfigTable):
     )
     # order in which a gang's instances get time slices; see `meshrl.services.node.slices`
     slice_policy: Literal["hrrs", "fifo", "round_robin", "exhaustive"] = "hrrs"
+    # jobs whose cores share workers by time slices, at most; 1: jobs wait and are paused instead
+    jobs_per_gang: PositiveInteger = 2
     gang_scope: Literal["host", "network"] = "host"  # common location of the workers of a gang
     move_timeout_s: PositiveNumber = 120.0  # time limit of a move until it is undone
     # time for workers of a new mesh to join before the first placement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -140,6 +141,37 @@ async def test_requested_move_returns_its_verdict(held_mesh: HeldMesh) -> None:
             with pytest.raises(Refused, match="the core stays"):
                 await client.move("w0", "idle")
             await declined
+    finally:
+        await state.close()
+
+
+async def test_requested_place_returns_its_verdict(held_mesh: HeldMesh) -> None:
+    state = await StateClient.open(held_mesh.url)
+    requests: list[dict[str, str]] = []
+
+    async def publish_verdict(kind: str, **told: str) -> None:
+        while not (asked := await state.run_command("HGETALL", f"{MESH_PREFIX}:requests")):
+            await asyncio.sleep(0.02)
+        [[op, text]] = [*dict(asked).items()] if isinstance(asked, dict) else [asked]
+        requests.append(json.loads(text))
+        await events.append(state, kind, {"op": op, **told})
+        await state.run_command("DEL", f"{MESH_PREFIX}:requests")
+
+    try:
+        async with Client(held_mesh.root) as client:
+            with pytest.raises(NotFound, match="no job other"):
+                await client.place(JOB, "other")
+            async with asyncio.TaskGroup() as group:
+                group.create_task(publish_verdict("place_settled"))
+                answer = group.create_task(client.place(JOB))
+            assert "workers of its own" in answer.result()
+            rejection = asyncio.create_task(
+                publish_verdict("place_declined", reason="they do not fit")
+            )
+            with pytest.raises(Refused, match="they do not fit"):
+                await client.place(JOB, JOB)
+            await rejection
+        assert [one["partner"] for one in requests] == ["", JOB]
     finally:
         await state.close()
 

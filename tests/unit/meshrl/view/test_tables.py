@@ -108,6 +108,18 @@ def test_jobs_table_has_resources_and_block_reasons() -> None:
     assert mesh_tables.list_block_reasons(rows) == [f"b is {WAITS}"]
 
 
+def test_shared_gangs_are_listed_with_their_jobs() -> None:
+    shares = [
+        Instance(f"g0.{n}", id, Role.TRAINING, core=True, time_sliced=True, pinned=n == 1)
+        for n, id in enumerate(["a", "b"])
+    ]
+    gang = Gang("g0", ("w0",), 1, tuple(shares))
+    line = "g0 is shared by time slices: a, b (by request)"
+    assert mesh_tables.list_shared_gangs(replace(MESH, gangs=(gang,))) == [line]
+    alone = replace(gang, instances=gang.instances[:1])
+    assert mesh_tables.list_shared_gangs(replace(MESH, gangs=(alone,))) == []
+
+
 def test_workers_table_has_all_instances_of_each_worker() -> None:
     said = {"running": 31, "version": 9, "job": "a"}
     engine = RegistryEntry(name="engine/g0.1", kind="engine", alive=True, stats=said)

@@ -4,8 +4,9 @@
 local previous = previous_reply()
 if previous then return previous end
 redis.call('HSET', REQUESTS, args.op, cjson.encode({kind = args.kind, worker = args.worker,
-  role = args.role, job = args.job, host = args.host, requested_ms = NOW}))
+  role = args.role, job = args.job, partner = args.partner, host = args.host,
+  requested_ms = NOW}))
 if args.kind == 'drain' then redis.call('HSET', DRAINING, args.host, 'asked for') end
 append_event(args.kind .. '_requested', {op = args.op, worker = args.worker, role = args.role,
-  job = args.job, host = args.host})
+  job = args.job, partner = args.partner, host = args.host})
 return reply({requested = true})
