@@ -32,10 +32,13 @@ from meshrl.common.api.stats import EngineStats, KVStats
 from meshrl.common.base.errors import MeshError, Refused
 from meshrl.common.base.occupancy import Occupancy
 from meshrl.common.generation.engine_contract import GenerationRequest, SteppableEngine, TokenEngine
+from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
+from meshrl.common.mesh.instances.kind_controller import KindController
 from meshrl.common.mesh.instances.tiers import TierController
 from meshrl.common.mesh.instances.time_slices import SliceClient
-from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast, stream
+from meshrl.common.mesh.runtime.calls.actor import call, cast, stream
 from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.engine.engine_kinds import make_engine_kinds
 from meshrl.services.engine.kv.cache_moves import CacheMoves
 from meshrl.services.engine.kv.chunk_files import NAME_BYTES
 from meshrl.services.engine.kv.host_cache import HostCache
@@ -55,7 +58,7 @@ LOOK_UP_TIMEOUT_S = 4.0  # to look up chunks on the host's tiers for another hos
 OFFLOAD_TIMEOUT_S = 1.0  # to offload caches for the host's other engines
 
 
-class EngineService(Actor):
+class EngineService(KindCallsMixin):
     """Service of one engine for any number of shards."""
 
     interface = Engine
@@ -98,9 +101,16 @@ class EngineService(Actor):
         self.cache_moves = CacheMoves(
             mesh, engine, self.steps, between, named, wake, self.commands.enqueue
         )
+        self.kinds = KindController(
+            mesh,
+            make_engine_kinds(engine, self.weights),
+            partial(self.commands.run_between_steps, what="a move of the engine's tensors"),
+            *mesh.settings.offload_targets,
+            is_time_sliced=lambda: time_slices is not None and time_slices.is_enabled,
+        )
         sleeper = EngineSleeper(mesh, engine, self.commands, self.weights)
         self.tiers = TierController(
-            mesh, sleeper, *mesh.settings.offload_targets, set_time_slicing=self.set_time_slicing
+            mesh, sleeper, self.kinds, set_time_slicing=self.set_time_slicing
         )
 
     # -- driver side -----------------------------------------------------------------------------

@@ -21,19 +21,17 @@ from meshrl.common.api.scoring import (
 )
 from meshrl.common.base.errors import MeshError, Refused
 from meshrl.common.generation.engine_contract import TokenEngine
-from meshrl.common.mesh.instances.tiers import (
-    RestoreTensors,
-    SaveTensors,
-    StatelessSleeper,
-    TierController,
-)
+from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
+from meshrl.common.mesh.instances.kind_controller import KindController, KindMemory, TensorsOfKind
+from meshrl.common.mesh.instances.tiers import StatelessSleeper, TierController
 from meshrl.common.mesh.instances.time_slices import SliceClient
-from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.mesh.runtime.serial_executor import SerialExecutor
 from meshrl.common.model.files.tensor_storages import trim_heap
 from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.state.pool.workers.rows import TensorKind, Tier
 
 T = TypeVar("T")
 LoadModels = Callable[[], Awaitable[dict[str, "FrozenModel"]]]
@@ -50,7 +48,7 @@ class FrozenModel:
     size_bytes: int = 0  # of its weights
 
 
-class FrozenModels(StatelessSleeper, Actor):
+class FrozenModels(StatelessSleeper, KindCallsMixin):
     """Actor that serves the models of one job, one batch at a time.
 
     The models share the accelerator, and an engine supports one thread. Calls before the models are
@@ -69,10 +67,17 @@ class FrozenModels(StatelessSleeper, Actor):
         """
         self.mesh, self._load_models = mesh, load_models
         self.time_slices = time_slices or SliceClient(mesh, "", "", 0)
+        self.kinds = KindController(
+            mesh,
+            {TensorKind.PARAMETERS: TensorsOfKind(self._collect_weights, self._measure_weights)},
+            self._run_blocking,
+            *mesh.settings.offload_targets,
+            is_time_sliced=lambda: self.time_slices.is_enabled,
+        )
         self.tiers = TierController(
             mesh,
             self,
-            *mesh.settings.offload_targets,
+            self.kinds,
             set_time_slicing=self.time_slices.set_enabled,
         )
         self._models: dict[str, FrozenModel] = {}
@@ -105,11 +110,10 @@ class FrozenModels(StatelessSleeper, Actor):
     async def settle(self, wish: SetTier) -> TierUsage:
         return await self.tiers.set_tier(wish)
 
-    @property
-    def size_bytes(self) -> int:
+    def _measure_weights(self) -> int:
         return sum(model.size_bytes for model in self._models.values())
 
-    async def sleep(self, save: SaveTensors) -> None:
+    async def sleep(self, tier: Tier) -> None:
         """Release the models between two batches; `wake` loads them again from their source."""
         if not self._loaded_event.is_set():
             raise Refused(
@@ -123,7 +127,7 @@ class FrozenModels(StatelessSleeper, Actor):
 
         await self._thread.run(let_go, deadline_s=COMPUTE_TIMEOUT_S)
 
-    async def wake(self, restore: RestoreTensors) -> None:
+    async def wake(self) -> None:
         """Load the same models again: they never change."""
         self.set_models(await self._load_models())
 
@@ -175,6 +179,12 @@ class FrozenModels(StatelessSleeper, Actor):
             raise ServiceUnavailable(
                 "the process is shutting down", where=self.mesh.name, fix="Call its successor"
             )
+
+    def _collect_weights(self) -> KindMemory:
+        raise Refused("the frozen models are loaded as a whole", where=self.mesh.name)
+
+    async def _run_blocking(self, work: Callable[..., T], *args: Any) -> T:
+        return await self._thread.run(work, *args, deadline_s=COMPUTE_TIMEOUT_S)
 
     async def _run_in_slice(self, work: Callable[[], T]) -> T:
         def watched() -> T:

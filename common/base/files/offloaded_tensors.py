@@ -28,6 +28,7 @@ COMMIT_MARK = slice(16, 32)
 HEADER_BYTES = 32  # magic, length of the description, mark
 ALIGN_BYTES = 64  # a cache line, and the widest vector
 READAHEAD_BYTES = 16 << 20  # of a file, read ahead of requests
+COPIES_BYTES = "copies_bytes"  # key in the metadata of a record: bytes of the copies that it names
 PIECE_BYTES = 1 << 20  # copied and summed at a time, so that it fits in a core's cache
 
 

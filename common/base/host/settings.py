@@ -56,9 +56,12 @@ def compute_mesh_tag(settings: str | Path) -> str:
     return hashlib.blake2b(os.fsencode(settings), digest_size=16).hexdigest()
 
 
-def make_offload_path(directory: str | Path, process: str) -> Path:
-    """Return the file of a role process's offloaded tensors, in a `make_offload_directory`."""
-    return Path(directory) / (process.replace("/", "-") + ".kept")
+def make_offload_path(directory: str | Path, process: str, part: str = "") -> Path:
+    """Return the file of a part of a role process's offloaded state, in a `make_offload_directory`.
+
+    Part "" is the record of the whole state; the names of all parts begin with its file name.
+    """
+    return Path(directory) / (process.replace("/", "-") + ".kept" + (f".{part}" if part else ""))
 
 
 def generate_host_name() -> str:

@@ -33,12 +33,16 @@ COPY_TIMEOUT_S = 900.0  # seconds for tensors of about 100 GB to a disk
 
 
 class OffloadStorage:
-    """Offloaded state of a process. `segment_owner` is its worker, `directory` holds files; empty
-    if unset.
+    """Copies of one part of a process's state. `segment_owner` is its worker, `directory` holds
+    files; empty if unset.
     """
 
-    def __init__(self, mesh: Mesh, segment_owner: str = "", directory: str = "") -> None:
-        self._mesh = mesh
+    def __init__(
+        self, mesh: Mesh, segment_owner: str = "", directory: str = "", part: str = ""
+    ) -> None:
+        """Create the storage of a part; "" is the record of the whole state."""
+        self._mesh, self._part = mesh, part
+        self._key = f"{mesh.name}.{part}" if part else mesh.name
         self.segment_owner, self.directory = segment_owner, directory
         self.stored_bytes = {Tier.MEMORY: 0, Tier.DISK: 0}  # bytes
 
@@ -101,27 +105,28 @@ class OffloadStorage:
         await self._quarantine(tier, found)
         raise found
 
-    async def find_stored(self) -> tuple[Tier, OffloadHeader] | None:
-        """Find the complete state that an earlier run of this process has saved; remove incomplete
-        state.
+    async def find_copies(self) -> list[tuple[Tier, OffloadHeader]]:
+        """Find the complete copies that an earlier run of this process has saved; remove incomplete
+        ones.
         """
+        found = []
         for tier in (Tier.MEMORY, Tier.DISK):
             try:
                 async with self._open_medium(tier) as medium:
                     if medium is not None:
                         head = await self._run_to_end(offloaded_tensors.read_header, medium)
                         self.stored_bytes[tier] = medium.size_bytes
-                        return tier, head
+                        found.append((tier, head))
             except CorruptData as error:
                 self._mesh.telemetry.log.warning("incomplete offloaded state", why=str(error))
                 await self.drop(tier)
-        return None
+        return found
 
     async def drop(self, tier: Tier) -> None:
         """Delete the copy at a tier, if there is one."""
         self.stored_bytes[tier] = 0
         if tier == Tier.MEMORY and self.segment_owner:
-            await self._worker.call(Worker.delete_segment, self._mesh.name)
+            await self._worker.call(Worker.delete_segment, self._key)
         elif tier == Tier.DISK and self.directory:
             await self._run_to_end(_remove_files, self._file)
 
@@ -137,7 +142,7 @@ class OffloadStorage:
 
     @property
     def _file(self) -> Path:
-        return make_offload_path(self.directory, self._mesh.name)
+        return make_offload_path(self.directory, self._mesh.name, self._part)
 
     def _describe_tier(self, tier: Tier) -> str:
         return str(self._file) if tier == Tier.DISK else self.segment_owner
@@ -147,9 +152,9 @@ class OffloadStorage:
         """Reserve space of this size; release it if the block fails."""
         medium: MemorySegment | OffloadFile
         if tier == Tier.MEMORY and self.segment_owner:
-            request = CreateSegment(self._mesh.name, size)
+            request = CreateSegment(self._key, size)
             segment = await self._worker.call(Worker.create_segment, request)
-            medium = MemorySegment(segment.path, self._mesh.name)
+            medium = MemorySegment(segment.path, self._key)
         elif tier == Tier.DISK and self.directory:
             medium = OffloadFile(self._file, create=True)
         else:
@@ -176,8 +181,8 @@ class OffloadStorage:
         """Open the copy at a tier; None if there is none."""
         medium: MemorySegment | OffloadFile | None = None
         if tier == Tier.MEMORY and self.segment_owner:
-            segment = await self._worker.call(Worker.find_segment, self._mesh.name)
-            medium = MemorySegment(segment.path, self._mesh.name) if segment.path else None
+            segment = await self._worker.call(Worker.find_segment, self._key)
+            medium = MemorySegment(segment.path, self._key) if segment.path else None
         elif tier == Tier.DISK and self.directory:
             with suppress(FileNotFoundError):
                 medium = OffloadFile(self._file)

@@ -7,24 +7,16 @@ change in progress or complete.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from meshrl.common.api.calls.role import SetTier, TierUsage
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import CorruptData, Fenced, Refused
-from meshrl.common.base.files.offloaded_tensors import OffloadSource, OffloadTarget
-from meshrl.common.mesh.instances.offload_storage import OffloadStorage
+from meshrl.common.mesh.instances.kind_controller import KindController
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.serial_executor import consume_exception
 from meshrl.common.state.pool.workers.rows import Tier
-
-# Saves a copy of tensors; if it raises, nothing is saved.
-SaveTensors = Callable[[Mapping[str, Any], OffloadSource], Awaitable[None]]
-# Restores the copy; CorruptData if it differs from the saved state.
-RestoreTensors = Callable[[OffloadTarget], Awaitable[None]]
-
 
 EMPTY_EXIT_STATUS = 70  # exit status of a needed process that has lost its state
 
@@ -32,28 +24,21 @@ EMPTY_EXIT_STATUS = 70  # exit status of a needed process that has lost its stat
 class Sleeper(Protocol):
     """Part of a role process that sleeps and wakes."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that its tensors take on the accelerator now."""
+    async def sleep(self, tier: Tier) -> None:
+        """Stop at a safe point, and move all kinds to `tier`, or drop those that can be rebuilt.
 
-    async def sleep(self, save: SaveTensors) -> None:
-        """Stop at a safe point, save all state that cannot be rebuilt, and free its memory.
-
-        An exception of `save` propagates, and the process stays as before.
+        If it raises, the process stays as before.
         """
 
-    async def wake(self, restore: RestoreTensors) -> None:
-        """Allocate its memory again, restore the saved state and continue.
+    async def wake(self) -> None:
+        """Load all kinds and continue.
 
         It stays asleep if it raises Refused or StorageFull. CorruptData means that the saved state
         is lost and that it continues without that state.
         """
 
     async def move(self, tier: Tier) -> None:
-        """Move the offloaded state that other processes hold for it to another tier. Idempotent.
-
-        The caller moves this process's own state.
-        """
+        """Move the offloaded state to another tier, and that of other processes. Idempotent."""
 
     @property
     def is_removable(self) -> bool:
@@ -114,16 +99,15 @@ class TierController:
         self,
         mesh: Mesh,
         sleeper: Sleeper,
-        segment_owner: str = "",
-        directory: str = "",
+        kinds: KindController,
         set_time_slicing: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:
         """Create a controller. `set_time_slicing` is called with whether the awake process takes
         time slices.
         """
         self._mesh, self._sleeper, self._set_time_slicing = mesh, sleeper, set_time_slicing
-        self.storage = OffloadStorage(mesh, segment_owner, directory)
-        self.tier = self.sleep_tier = Tier.ACCELERATOR  # tier now, and tier of the next sleep
+        self._kinds = kinds
+        self.tier = Tier.ACCELERATOR
         self.epoch = 0  # of the last desired state
         self._durations_s: dict[str, float] = {}  # last duration of each: sleep_s, wake_s
         self._desired: SetTier | None = None
@@ -132,9 +116,9 @@ class TierController:
     @property
     def tier_usage(self) -> TierUsage:
         """Bytes on each tier now."""
-        stored_bytes = self.storage.stored_bytes
+        stored_bytes = self._kinds.stored_bytes
         return TierUsage(
-            self._sleeper.size_bytes, stored_bytes[Tier.MEMORY], stored_bytes[Tier.DISK]
+            self._kinds.accelerator_bytes, stored_bytes[Tier.MEMORY], stored_bytes[Tier.DISK]
         )
 
     def stats(self) -> dict[str, Any]:
@@ -166,6 +150,7 @@ class TierController:
 
     async def stop(self) -> None:
         """Cancel the change in progress: the process exits."""
+        await self._kinds.stop()
         if self._transition is not None:
             self._transition.cancel()
             await asyncio.gather(self._transition, return_exceptions=True)
@@ -179,7 +164,7 @@ class TierController:
             raise Fenced(
                 f"a request of epoch {self.epoch} replaced this one", where=self._mesh.name
             )
-        self.storage.set_targets(desired.segment_owner, desired.offload_dir)
+        self._kinds.set_targets(desired.segment_owner, desired.offload_dir)
         if self._set_time_slicing is not None:
             await self._set_time_slicing(desired.time_sliced)
         if tier != self.tier:
@@ -190,7 +175,7 @@ class TierController:
     async def _transition_to(self, tier: Tier) -> None:
         # the desired state changed before the worker ended the process
         if self.tier == Tier.ABSENT:
-            if not self._sleeper.size_bytes:
+            if not self._kinds.accelerator_bytes:
                 self._mesh.host.exit(
                     EMPTY_EXIT_STATUS, "it has dropped all its state, so it restarts"
                 )
@@ -202,43 +187,43 @@ class TierController:
             if self.tier != Tier.ACCELERATOR and not self._sleeper.is_removable:
                 await self._wake()
             await self._sleeper.prepare_removal()
-            await self._drop_stored()
+            await self._drop_copies()
         elif tier == Tier.ACCELERATOR:
             await self._wake()
         elif self.tier == Tier.ACCELERATOR:
             await self._sleep(tier)
         else:
             await self._sleeper.move(tier)
-            if self.storage.stored_bytes[self.tier]:
-                await self.storage.move(self.tier, tier)
         self.tier = tier
 
     async def _sleep(self, tier: Tier) -> None:
-        self.sleep_tier = tier
         began = self._mesh.clock.monotonic()
+        self._kinds.is_asleep = True
         try:
-            await self._sleeper.sleep(partial(self.storage.save, tier))
+            await self._sleeper.sleep(tier)
         except BaseException:
-            await self._drop_stored()  # the copy may have been saved before the failure
+            self._kinds.is_asleep = False
             raise
         self._durations_s["sleep_s"] = round(self._mesh.clock.monotonic() - began, 3)
 
     async def _wake(self) -> None:
         began = self._mesh.clock.monotonic()
         try:
-            await self._sleeper.wake(partial(self.storage.restore, self.tier))
+            await self._sleeper.wake()
             self._durations_s["wake_s"] = round(self._mesh.clock.monotonic() - began, 3)
         except CorruptData:
-            self.tier = Tier.ACCELERATOR  # and continues from another source
+            # and continues from another source
+            self.tier, self._kinds.is_asleep = Tier.ACCELERATOR, False
             raise
-        self.tier = Tier.ACCELERATOR  # even if the next statement fails
-        await self._drop_stored()
+        # even if the next statement fails
+        self.tier, self._kinds.is_asleep = Tier.ACCELERATOR, False
+        await self._drop_copies()
 
-    async def _drop_stored(self) -> None:
-        """Delete the stored copy. A file that cannot be removed is useless and does not change the
+    async def _drop_copies(self) -> None:
+        """Delete the copies. A file that cannot be removed is useless and does not change the
         tier.
         """
         try:
-            await self.storage.drop_all()
+            await self._kinds.drop_copies()
         except OSError as error:
             self._mesh.telemetry.log.warning("offloaded state cannot be removed", error=str(error))

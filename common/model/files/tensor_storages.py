@@ -7,7 +7,7 @@ freed.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -19,24 +19,38 @@ MALLOPT_MMAP_THRESHOLD = -3  # parameter of `mallopt`, from malloc.h
 
 
 class TensorStorages:
-    """Storages of named tensors, each once, under the name of the first tensor in it."""
+    """Storages of named tensors, each once, under the name of the first tensor in it.
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    Derived tensors are freed and allocated with them, and `refresh` computes them from the others.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        derived_tensors: Mapping[str, Tensor] | None = None,
+        refresh: Callable[[], None] | None = None,
+    ) -> None:
         """Collect the storages; copy memory that cannot be freed, such as numpy's."""
-        make_releasable(tensors.values())
+        derived = derived_tensors or {}
+        make_releasable([*tensors.values(), *derived.values()])
+        self._refresh = refresh
         self._storages: dict[str, torch.UntypedStorage] = {}
+        self.sizes_bytes: dict[str, int] = {}
+        self._all_bytes: dict[str, int] = {}
         known_pointers: set[int] = set()
-        for name, tensor in tensors.items():
+        for name, tensor in [*tensors.items(), *((f"derived {n}", t) for n, t in derived.items())]:
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in known_pointers:
                 known_pointers.add(storage.data_ptr())
                 self._storages[name] = storage
-        self.sizes_bytes = {name: storage.nbytes() for name, storage in self._storages.items()}
+                self._all_bytes[name] = storage.nbytes()
+                if name in tensors:
+                    self.sizes_bytes[name] = storage.nbytes()
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all storages."""
-        return sum(self.sizes_bytes.values())
+        """Bytes of all storages, with derived tensors."""
+        return sum(self._all_bytes.values())
 
     def read(self, name: str, start: int, end: int) -> Octets:
         """Read bytes of a storage; the result is a view if it is in host memory."""
@@ -70,10 +84,15 @@ class TensorStorages:
         """
         try:
             for name, storage in self._storages.items():
-                storage.resize_(self.sizes_bytes[name])
+                storage.resize_(self._all_bytes[name])
         except (RuntimeError, MemoryError) as error:  # torch's own error is a RuntimeError
             self.release()
             raise MemoryError(str(error)) from error
+
+    def refresh(self) -> None:
+        """Compute the derived tensors, once the others have their content."""
+        if self._refresh is not None:
+            self._refresh()
 
 
 def alias_for_numpy(tensor: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from meshrl.common.generation.engine_contract import (
     TokenEngine,
     quarantine_on_error,
 )
-from meshrl.common.mesh.instances.tiers import RestoreTensors, SaveTensors
 from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.model.files.tensor_storages import trim_heap
@@ -258,22 +257,8 @@ class EngineSleeper:
         self._mesh, self._engine, self._commands = mesh, engine, commands
         self._weights = weights
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the weights and of the space for the cache; 0 while asleep or before the first
-        weights.
-        """
-        weights = self._weights
-        if weights.is_asleep or (self._engine.version < 0 and not weights.loaded_bytes):
-            return 0
-        cache_bytes = self._engine.cache_tokens * self._engine.cache_bytes_per_token
-        return weights.loaded_bytes + cache_bytes
-
-    async def sleep(self, save: SaveTensors) -> None:
-        """Put the engine to sleep until `wake`; until then it fetches no new version.
-
-        `save` is not used, as the store has all state.
-        """
+    async def sleep(self, tier: Tier) -> None:
+        """Put the engine to sleep until `wake`; until then it fetches no new version."""
 
         self._weights.is_asleep = True  # `follow_versions` loads nothing from now on
         try:
@@ -290,10 +275,8 @@ class EngineSleeper:
         self._engine.sleep()
         self._engine.pause()
 
-    async def wake(self, restore: RestoreTensors) -> None:
+    async def wake(self) -> None:
         """Resume the engine; if it had weights before, wait until the current version is loaded.
-
-        `restore` is not used, as the store has all state.
 
         Raises:
             Refused: No version was loaded within LOAD_TIMEOUT_S, and the time that the engine's

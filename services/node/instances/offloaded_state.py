@@ -7,6 +7,7 @@ from pathlib import Path
 
 from meshrl.common.base.errors import CorruptData
 from meshrl.common.base.files.offloaded_tensors import (
+    COPIES_BYTES,
     MemorySegment,
     OffloadFile,
     OffloadMedium,
@@ -41,14 +42,17 @@ def _read_offloaded_state(segment: str, file: Path) -> tuple[Tier, TierBytes]:
 
 
 def _read_complete_size(open_medium: Callable[[], OffloadMedium]) -> int:
-    """Return the bytes of an offloaded state; 0 if it is missing or incomplete."""
+    """Return the bytes of an offloaded state by its record; 0 if it is missing or incomplete.
+
+    The record is written after the copies of all kinds.
+    """
     try:
         medium = open_medium()
     except FileNotFoundError:
         return 0
     try:
-        read_header(medium)
-        return medium.size_bytes
+        record = read_header(medium).metadata
+        return medium.size_bytes + int(record.get(COPIES_BYTES, 0))
     except CorruptData:
         return 0
     finally:

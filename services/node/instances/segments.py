@@ -108,6 +108,12 @@ class MemorySegments:
         if descriptor >= 0:
             os.close(descriptor)
 
+    def delete_process(self, process: str) -> None:
+        """Delete the segments of all parts of a process's state."""
+        for key in self.keys:
+            if key == process or key.startswith(f"{process}."):
+                self.delete(key)
+
     def _describe(self, key: str) -> SegmentLocation:
         descriptor, size = self._segments[key]
         return SegmentLocation(f"/proc/{os.getpid()}/fd/{descriptor}", size)

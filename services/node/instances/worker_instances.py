@@ -178,7 +178,7 @@ class ProcessSlot:
         it.
         """
         context = self._context
-        context.segments.delete(self.name)
+        context.segments.delete_process(self.name)
         file = make_offload_path(
             context.mesh.settings.make_offload_directory(context.mesh.name), self.name
         )
@@ -401,7 +401,7 @@ def _remove(file: Path) -> None:
 def _delete_others(directory: Path, file_names: set[str]) -> None:
     """Delete the offload files in a directory except those named."""
     for path in directory.glob("*.kept*"):
-        if path.name.removesuffix(".new") not in file_names:
+        if path.name.partition(".kept")[0] + ".kept" not in file_names:
             path.unlink(missing_ok=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -17,13 +17,24 @@ from meshrl.common.job.emulation import (
     parse_emulation_scale,
     parse_training_speed,
 )
+from meshrl.common.mesh.instances.kind_controller import KindController
 from meshrl.common.mesh.instances.tiers import SleepTimer
 from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.common.state.pool.workers.rows import TensorKind
 from meshrl.services.trainer.bins.packing import Bin
 
 T = TypeVar("T")
+
+
+PARAMETERS, GRADIENTS, OPTIMIZER = (
+    TensorKind.PARAMETERS,
+    TensorKind.GRADIENTS,
+    TensorKind.OPTIMIZER,
+)
+STATE_KINDS = (PARAMETERS, OPTIMIZER)  # all that a step begins with
+LEARNER_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
 
 class EmulationTimer:
@@ -59,10 +70,12 @@ P = ParamSpec("P")
 
 
 class PieceKind(NamedTuple):
-    slice_purpose: str = ""  # purpose of its time slice; empty: it needs none
+    function: str = ""  # function of its time slice; empty: it needs none
     is_step_work: bool = False  # it belongs to a step, and waits while steps are paused
     # seconds on an emulated accelerator, from the piece's arguments
     predict_emulated_s: Callable[..., float] | None = None
+    tensor_kinds: tuple[str, ...] = ()  # that it computes with
+    changed_kinds: tuple[str, ...] = ()  # of these, that it changes
 
 
 def count_longest_bin_tokens(round: Sequence[Bin]) -> int:
@@ -72,17 +85,26 @@ def count_longest_bin_tokens(round: Sequence[Bin]) -> int:
 
 BEGIN = PieceKind(is_step_work=True)
 TRAIN = PieceKind(
-    "train_step",
+    "forward_backward",
     True,
     lambda pace, index, round: pace.compute_gradient_s(count_longest_bin_tokens(round)),
+    (PARAMETERS, GRADIENTS),
+    (GRADIENTS,),
 )
-UPDATE = PieceKind("train_step", True, lambda pace, *_: pace.update_s)
+# adds a gradient that a hybrid has computed; no piece of the sequence
+ADD = PieceKind("forward_backward", tensor_kinds=(GRADIENTS,), changed_kinds=(GRADIENTS,))
+UPDATE = PieceKind("optim_step", True, lambda pace, *_: pace.update_s, LEARNER_KINDS, LEARNER_KINDS)
 SCORE = PieceKind(
-    "score", True, lambda pace, bins, what: pace.compute_score_s(count_longest_bin_tokens(bins))
+    "score",
+    True,
+    lambda pace, bins, what: pace.compute_score_s(count_longest_bin_tokens(bins)),
+    (PARAMETERS,),
 )
 CHANGE = PieceKind()
-SYNC = PieceKind("sync")
-SAVE = PieceKind("save")
+SYNC = PieceKind("sync", tensor_kinds=(PARAMETERS,))
+LOAD = PieceKind("load", tensor_kinds=STATE_KINDS, changed_kinds=STATE_KINDS)
+WARM_START = PieceKind("warm_start", tensor_kinds=STATE_KINDS, changed_kinds=STATE_KINDS)
+SAVE = PieceKind("save", tensor_kinds=STATE_KINDS)
 
 
 class PieceRunner:
@@ -103,6 +125,7 @@ class PieceRunner:
         self._steps_allowed = asyncio.Event()
         self._steps_allowed.set()
         self._loss: RankLost | None = None  # reason that there is no state to compute with
+        self.tensor_kinds: KindController | None = None  # that pieces compute with; None: any
 
     @classmethod
     def from_placement(cls, mesh: Mesh, data: JobData, placement: Placement) -> PieceRunner:
@@ -125,7 +148,7 @@ class PieceRunner:
 
     async def run(self, kind: PieceKind, work: Callable[..., Awaitable[T]], *args: Any) -> T:
         async def compute() -> T:
-            async with self._compute_lock:
+            async with self._compute_lock, self.use_kinds(kind):
                 return await work(*args)
 
         piece: Callable[[], Awaitable[T]] = compute
@@ -139,10 +162,25 @@ class PieceRunner:
             if self._loss is not None:
                 raise self._loss
             return await (
-                self.time_slices.run_in_slice(kind.slice_purpose, piece)
-                if kind.slice_purpose
+                self.time_slices.run_in_slice(kind.function, piece, kinds=kind.tensor_kinds)
+                if kind.function
                 else piece()
             )
+
+    @asynccontextmanager
+    async def use_kinds(self, kind: PieceKind) -> AsyncIterator[None]:
+        """Enter to compute with the kinds of a piece; RankLost if their content is lost."""
+        if self.tensor_kinds is None:
+            yield
+            return
+        async with AsyncExitStack() as stack:
+            try:
+                use = self.tensor_kinds.use_kinds(kind.tensor_kinds, kind.changed_kinds)
+                await stack.enter_async_context(use)
+            except CorruptData as error:
+                self._loss = _make_state_loss(error)
+                raise self._loss from error
+            yield
 
     @asynccontextmanager
     async def _piece_slot(self, kind: PieceKind) -> AsyncIterator[None]:
@@ -160,6 +198,8 @@ class PieceRunner:
         async with self._piece_lock:
             yield
             self._loss = None
+            if self.tensor_kinds is not None:
+                self.tensor_kinds.clear_loss()
 
     async def pause_steps(self) -> None:
         """Wait for the current piece of a step; no other begins until `resume_steps`."""
@@ -196,10 +236,7 @@ class PieceRunner:
         try:
             yield
         except CorruptData as error:
-            self._loss = RankLost(
-                f"the state offloaded during sleep is lost: {error}",
-                fix="Wait: training continues from the last committed step",
-            )
+            self._loss = _make_state_loss(error)
             self._wake()
             raise
         self._wake()
@@ -208,6 +245,13 @@ class PieceRunner:
         self.sleep_timer.stop()
         self.gradient_lock.release()
         self._piece_lock.release()
+
+
+def _make_state_loss(error: CorruptData) -> RankLost:
+    return RankLost(
+        f"the offloaded state is lost: {error}",
+        fix="Wait: training continues from the last committed step",
+    )
 
 
 class _HasRunner(Protocol):

@@ -20,8 +20,9 @@ from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.errors import NotFound, RankLost, Refused
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
 from meshrl.common.mesh.instances.tiers import TierController
-from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.state import events, jobs
@@ -82,7 +83,7 @@ class RankLossCounter:
 PHASE_POLL_S = 0.1  # between two checks whether the job trains: earlier evaluations take minutes
 
 
-class TrainerCore(Actor):
+class TrainerCore(KindCallsMixin):
     """Actor that owns a job's parameters and optimizer; hybrids send their gradients to it."""
 
     interface = Trainer
@@ -91,7 +92,7 @@ class TrainerCore(Actor):
         self, mesh: Mesh, data: JobData, placement: Placement, compute: GangCompute
     ) -> None:
         self.mesh, self.data, self.placement = mesh, data, placement
-        self.compute, self.runner = compute, compute.runner
+        self.compute, self.runner, self.kinds = compute, compute.runner, compute.kinds
         self.time_slices, self.sleep_timer = self.runner.time_slices, self.runner.sleep_timer
         self.bulk = BulkClient(mesh)
         self.is_ready = False
@@ -130,7 +131,7 @@ class TrainerCore(Actor):
         self.tiers = TierController(
             mesh,
             self.sleeper,
-            *mesh.settings.offload_targets,
+            self.kinds,
             set_time_slicing=self.time_slices.set_enabled,
         )
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshrl.common.base.errors import CorruptData, MeshError, Refused
-from meshrl.common.mesh.instances.tiers import RestoreTensors, SaveTensors
 from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.state import jobs, steps
 from meshrl.common.state.pool.workers.rows import Tier
@@ -31,10 +30,6 @@ class CoreSleeper:
         self._core = core
 
     @property
-    def size_bytes(self) -> int:
-        return self._core.compute.size_bytes
-
-    @property
     def is_removable(self) -> bool:
         """True if the newest checkpoint is of the current version."""
         core, position = self._core, self._core.position
@@ -43,7 +38,7 @@ class CoreSleeper:
             and core.checkpoints.last_step == position.version == position.checkpointed_version
         )
 
-    async def sleep(self, save: SaveTensors) -> None:
+    async def sleep(self, tier: Tier) -> None:
         """Pause leases of groups and rounds, and offload the state; see `GangCompute.sleep`."""
         core = self._core
         if not core.is_ready:
@@ -52,16 +47,15 @@ class CoreSleeper:
             )
         self._set_paused(True)
         try:
-            about = partial(core.describe_state, tier=core.tiers.sleep_tier)
-            await core.compute.sleep(about, save)
+            await core.compute.sleep(partial(core.describe_state, tier=tier), tier)
         except BaseException:
             self._set_paused(False)
             raise
 
-    async def wake(self, restore: RestoreTensors) -> None:
+    async def wake(self) -> None:
         """Resume where the core stopped; after CorruptData, from a checkpoint of the last step."""
         try:
-            await self._core.compute.wake(restore)
+            await self._core.compute.wake()
         except CorruptData:
             self._set_paused(False)
             raise
@@ -141,26 +135,24 @@ class CoreSleeper:
         version.
         """
         core = self._core
-        places = core.tiers.storage
+        kinds = core.compute.kinds
         try:
-            found = await places.find_stored()
+            found = await kinds.find_record()
         except MeshError as error:  # its worker is unreachable
             core.mesh.telemetry.log.warning("offloaded state is unreachable", error=str(error))
             return False
         if found is None:
             return False
-        tier, head = found
-        about: dict[str, Any] = head.metadata
+        tier, about = found
         mine = (about["job"], about["lineage"], about["version"], about["ranks"])
         stands = (core.data.id, row.lineage, row.version, core.compute.division.document)
         # Another process may have committed this step since, from other groups. Then the weights
         # are equal, but not the version number.
         same = about["manifest"] == row.manifest != ""
         fits = mine == stands and same and about["checkpoint"] == row.checkpoint
-        take = partial(places.restore, tier)
-        went_on = fits and await core.compute.resume(about, take)
+        went_on = fits and await core.compute.resume(about)
         core.mesh.telemetry.log.info("kept", tier=tier, of=list(mine), used=went_on)
-        await places.drop_all()
+        await kinds.drop_copies()
         if went_on:
             core.resume_from(build_committed_version(row, about))
         return went_on

@@ -12,6 +12,7 @@ from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.state import events
+from meshrl.services.trainer.compute.piece_runner import WARM_START
 from meshrl.services.trainer.gang.gang_compute import GangCompute
 from meshrl.services.trainer.initialization.initial_weights import (
     ReportCorruption,
@@ -81,7 +82,14 @@ class FirstVersionBuilder:
             except StopIteration as ended:
                 found.append(ended.value)
 
-        slice = partial(self._mesh.host.run_blocking, compute, deadline_s=COMPUTE_TIMEOUT_S)
+        runner = self._compute.runner
+
+        async def run_slice() -> None:
+            async with runner.use_kinds(WARM_START):
+                await self._mesh.host.run_blocking(compute, deadline_s=COMPUTE_TIMEOUT_S)
+
         while not found:
-            await self._compute.runner.time_slices.run_in_slice("warm_start", slice)
+            await runner.time_slices.run_in_slice(
+                WARM_START.function, run_slice, kinds=WARM_START.tensor_kinds
+            )
         return found[0]

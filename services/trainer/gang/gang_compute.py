@@ -43,7 +43,7 @@ from meshrl.common.base.errors import (
     StorageFull,
 )
 from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
-from meshrl.common.mesh.instances.tiers import RestoreTensors, SaveTensors
+from meshrl.common.mesh.instances.kind_controller import KindController
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.task_groups import run_first
 from meshrl.common.state import registry
@@ -56,10 +56,12 @@ from meshrl.services.trainer.bins.division import RoundBins
 from meshrl.services.trainer.bins.packing import Bin
 from meshrl.services.trainer.compute.gradient_transfer import fetch_gradient
 from meshrl.services.trainer.compute.piece_runner import (
+    ADD,
     BEGIN,
     CHANGE,
+    GRADIENTS,
+    LOAD,
     SCORE,
-    SYNC,
     TRAIN,
     UPDATE,
     PieceRunner,
@@ -72,7 +74,6 @@ from meshrl.services.trainer.gang.state_writers import (
     LocalStateWriter,
 )
 from meshrl.services.trainer.learner.learner import Learner
-from meshrl.services.trainer.learner.memory import LearnerMemory, reallocate_memory
 from meshrl.services.trainer.learner.stats import BinStats
 from meshrl.services.trainer.ranks.rank import Rank, make_filler_bin
 from meshrl.services.trainer.ranks.rank_faults import (
@@ -117,7 +118,14 @@ class GangCompute:
         about = mesh, job, rank, rendezvous_dir, collective_timeout_s
         self._group = RankGroup(*about, on_loss=self._on_group_lost)
         self._step_count = 0  # begun so far: a hybrid's gradient counts only in its own step
-        self._memory: LearnerMemory | None = None  # of this rank's rows while all ranks sleep
+        self.kinds = KindController(
+            mesh,
+            rank.make_kinds(),
+            self._run_blocking,
+            *mesh.settings.offload_targets,
+            is_time_sliced=lambda: self.runner.time_slices.is_enabled,
+        )
+        self.runner.tensor_kinds = self.kinds
         self._saved_state: dict[str, Any] = {}  # description of the offloaded state
 
     @property
@@ -143,7 +151,7 @@ class GangCompute:
             await self._group.form()  # it waits minutes for ranks if necessary
 
     def _on_group_lost(self) -> None:
-        self._memory = None
+        self.kinds.reset()
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -154,6 +162,7 @@ class GangCompute:
         about = block_rounds, gradient_dtype
         orders = self._group.repeat_order(BeginStep(self._group.require_generation(), *about))
         self._rank.begin_step(*about)
+        self.kinds.forget_tensors(GRADIENTS)
         await self._group.run_guarded(self._group.call_all(Ranks.begin_step, orders))
 
     @run_as_piece(TRAIN)
@@ -202,13 +211,20 @@ class GangCompute:
             discard = self._group.repeat_order(AddGradient(generation, transfer, -1))
             await self._group.run_guarded(self._group.call_all(Ranks.add_gradient, discard))
             raise
-        async with self.runner.gradient_lock:
+
+        async def add_on_all() -> None:
             if step != self._step_count:
                 raise Refused("the step of this gradient has ended", where=self._mesh.name)
             uses = self._group.repeat_order(AddGradient(generation, transfer, block))
             run = self._mesh.host.run_blocking
-            await run(add, block, own, deadline_s=STATE_TRANSFER_TIMEOUT_S)
-            await self._group.run_guarded(self._group.call_all(Ranks.add_gradient, uses))
+            async with self.runner.use_kinds(ADD):
+                await run(add, block, own, deadline_s=STATE_TRANSFER_TIMEOUT_S)
+                await self._group.run_guarded(self._group.call_all(Ranks.add_gradient, uses))
+
+        async with self.runner.gradient_lock:
+            await self.runner.time_slices.run_in_slice(
+                ADD.function, add_on_all, kinds=ADD.tensor_kinds
+            )
 
     @run_as_piece(CHANGE)
     async def update_settings(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
@@ -277,7 +293,7 @@ class GangCompute:
             self._mesh, self.runner, self._group, self._rank, path, include_masters
         )
 
-    @run_as_piece(SYNC)
+    @run_as_piece(LOAD)
     async def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Load full weights for all parameters, and reset the optimizer."""
         names = list(weights)
@@ -291,7 +307,7 @@ class GangCompute:
             weights,
         )
 
-    @run_as_piece(SYNC)
+    @run_as_piece(LOAD)
     async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
         """Restore a checkpoint whose state is below `path`.
 
@@ -314,27 +330,27 @@ class GangCompute:
 
     # -- sleep: every rank offloads its own rows, all of them or none ------------------------------
 
-    @property
-    def size_bytes(self) -> int:
-        return self._rank.size_bytes if self._memory is None else 0
-
-    async def sleep(self, describe_state: Callable[[], dict[str, Any]], save: SaveTensors) -> None:
+    async def sleep(self, describe_state: Callable[[], dict[str, Any]], tier: Tier) -> None:
         """Offload all ranks' state with `describe_state()` and free its memory, or undo all."""
         async with self.runner.enter_sleep():
             state = describe_state() | {"counts": self._rank.learner.get_counts()}
-            memory = await self._run_blocking(self._rank.collect_memory, True)
             try:
-                await gather_all(save(state, memory.offloaded), self._order_ranks("keep", state))
+                await gather_all(self._save_own_rows(tier, state), self._order_ranks("keep", state))
             except BaseException:
                 with suppress(MeshError):
                     await self._order_ranks("discard", state)
+                await self.kinds.drop_copies()
                 raise
             await self._group.run_guarded(self._order_ranks("release", state))
-            await self._run_blocking(memory.release)
-            self._memory, self._saved_state = memory, state
+            await self.kinds.offload(tier)
+            self._saved_state = state
 
-    async def wake(self, restore: RestoreTensors) -> None:
-        """Reallocate the memory and restore the offloaded state.
+    async def _save_own_rows(self, tier: Tier, state: Mapping[str, Any]) -> None:
+        await self.kinds.write_back(tier)
+        await self.kinds.save_record(tier, state)
+
+    async def wake(self) -> None:
+        """Load all ranks' state.
 
         Raises:
             CorruptData: The offloaded state is corrupt. All pieces, waiting or later, then raise
@@ -342,39 +358,32 @@ class GangCompute:
             Other errors: The core stays asleep.
         """
         async with self.runner.exit_sleep():
-            memory, about = self._memory, self._saved_state
-            assert memory is not None, "it sleeps"
+            about = self._saved_state
             try:
-                await gather_all(
-                    self._restore_own_rows(memory, restore), self._order_ranks("take", about)
-                )
+                await gather_all(self.kinds.load(), self._order_ranks("take", about))
             except BaseException as error:
                 sleeps_on = Refused, StorageFull, StateUnavailable
                 has_lost_ranks = self._group.other_ranks and not isinstance(error, sleeps_on)
                 if not isinstance(error, MeshError if has_lost_ranks else CorruptData):
                     await self._order_ranks("release", about)  # all ranks stay asleep
-                    await self._run_blocking(memory.release)
+                    await self.kinds.offload(Tier(about["tier"]))
                     raise
-                self._memory = None
                 lost = await self._group.handle_loss(error)
                 raise CorruptData(str(lost), where=self._mesh.name) from error
-            self._memory = None
             with suppress(MeshError):
                 await self._order_ranks("forget", about)
 
-    async def _restore_own_rows(self, memory: LearnerMemory, restore: RestoreTensors) -> None:
-        await reallocate_memory(memory, self._run_blocking, self._mesh.name)
-        await restore(memory.offloaded)
-        await self._run_blocking(memory.refresh_derived)
-
-    async def move(self, tier: str) -> None:
-        """Move the state that other ranks have offloaded to a tier; repeated calls change nothing.
+    async def move(self, tier: Tier) -> None:
+        """Move all ranks' offloaded state to a tier; repeated calls change nothing.
 
         Tier `absent` prepares the ranks' removal. Tier `accelerator` cancels that.
         """
         about = self._saved_state | {"tier": tier}
         if tier != Tier.ABSENT:
             await self._order_ranks("move", about)
+            if tier != Tier.ACCELERATOR:
+                await self.kinds.move_copies(tier)
+                self._saved_state = about
             return
         order = self._build_order("move", about)
         # Each rank has answered by then, or has exited: it may exit once it has received the order.
@@ -395,12 +404,11 @@ class GangCompute:
                     return
 
     @run_as_piece(CHANGE)
-    async def resume(self, saved_state: Mapping[str, Any], restore: RestoreTensors) -> bool:
+    async def resume(self, saved_state: Mapping[str, Any]) -> bool:
         """Resume from another process's offloaded state; return False if it is unusable here."""
         state = dict(saved_state)
         try:
-            memory = await self._run_blocking(self._rank.collect_memory, False)
-            await gather_all(restore(memory.offloaded), self._order_ranks("resume", state))
+            await gather_all(self.kinds.resume(state), self._order_ranks("resume", state))
         except MeshError as error:
             self._mesh.telemetry.log.warning(
                 "offloaded state could not be resumed", error=str(error)

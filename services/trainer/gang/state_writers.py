@@ -59,10 +59,7 @@ class LocalStateWriter:
     @property
     def meta_tensors(self) -> Mapping[str, Tensor]:
         """Meta tensors of all that is saved: only their dtypes and shapes are read."""
-        return {
-            name: part.rows
-            for name, part in self._learner.get_checkpoint_rows(self._include_masters).items()
-        }
+        return get_meta_tensors(self._learner, self._include_masters)
 
     @run_as_piece(SAVE)
     async def copy(self, names: Sequence[str], file_number: int) -> None:
@@ -115,13 +112,7 @@ class GangStateWriter:
 
     @property
     def meta_tensors(self) -> Mapping[str, Tensor]:
-        weights = (
-            self._rank.learner.get_meta_tensors(False).items() if self._include_masters else ()
-        )
-        return {
-            **self._rank.learner.get_meta_tensors(True),
-            **{MASTER_PREFIX + name: t for name, t in weights},
-        }
+        return get_meta_tensors(self._rank.learner, self._include_masters)
 
     @run_as_piece(SAVE)
     async def copy(self, names: Sequence[str], file_number: int) -> None:
@@ -152,6 +143,13 @@ class GangStateWriter:
             sync_files, self._path, deadline_s=STATE_TRANSFER_TIMEOUT_S
         )
         return {}
+
+
+def get_meta_tensors(learner: Learner, include_masters: bool) -> dict[str, Tensor]:
+    """Return the meta tensors of a checkpoint's state, with float32 weights if requested."""
+    weights = learner.get_meta_tensors(False).items() if include_masters else ()
+    state = learner.get_meta_tensors(True)
+    return {**state, **{MASTER_PREFIX + name: tensor for name, tensor in weights}}
 
 
 def check_rank_files(rank: int, names: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,25 +25,28 @@ from meshrl.common.api.trainer import BlockResult, LeaveRequest, RoundLease, Rou
 from meshrl.common.base.errors import CorruptData, Fenced, MeshError, NotFound
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.emulation import parse_training_speed
-from meshrl.common.mesh.instances.tiers import (
-    RestoreTensors,
-    SaveTensors,
-    StatelessSleeper,
-    TierController,
-)
+from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
+from meshrl.common.mesh.instances.kind_controller import KindController, KindMemory
+from meshrl.common.mesh.instances.tiers import StatelessSleeper, TierController
 from meshrl.common.mesh.instances.time_slices import SliceClient
-from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import RetryPolicy
 from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.receiver import WeightReceiver
 from meshrl.services.trainer.bins.packing import Bin
 from meshrl.services.trainer.compute.gradient_transfer import PIECE_TIMEOUT_S, GradientOutbox
-from meshrl.services.trainer.compute.piece_runner import EmulationTimer
+from meshrl.services.trainer.compute.piece_runner import (
+    GRADIENTS,
+    PARAMETERS,
+    TRAIN,
+    EmulationTimer,
+)
 from meshrl.services.trainer.learner.gradient_sum import BlockSum
 from meshrl.services.trainer.learner.learner import Learner
-from meshrl.services.trainer.learner.memory import LearnerMemory, reallocate_memory
+from meshrl.services.trainer.learner.memory import make_learner_kinds
 from meshrl.services.trainer.learner.stats import BinStats
 
 T = TypeVar("T")
@@ -67,7 +70,7 @@ class LeasedBlock:
     busy_s: float = 0.0
 
 
-class Hybrid(StatelessSleeper, Actor):
+class Hybrid(StatelessSleeper, KindCallsMixin):
     """Actor that leases rounds from the core until it is drained."""
 
     interface = RoleControl
@@ -101,11 +104,22 @@ class Hybrid(StatelessSleeper, Actor):
         self._is_awake = asyncio.Event()
         self._is_awake.set()
         self._learner_lock = asyncio.Lock()  # one piece of arithmetic at a time, none while asleep
-        self._memory: LearnerMemory | None = None  # released while asleep
+        self._summed_block: LeasedBlock | None = None  # its sum is on the accelerator
+        learner_kinds = make_learner_kinds(lambda: learner, self._get_gradients)
+        self.kinds = KindController(
+            mesh,
+            {
+                PARAMETERS: replace(learner_kinds[PARAMETERS], rebuild=self._rebuild_parameters),
+                GRADIENTS: learner_kinds[GRADIENTS],
+            },
+            self._run_blocking,
+            *mesh.settings.offload_targets,
+            is_time_sliced=lambda: self.time_slices.is_enabled,
+        )
         self.tiers = TierController(
             mesh,
             self,
-            *mesh.settings.offload_targets,
+            self.kinds,
             set_time_slicing=self.time_slices.set_enabled,
         )
 
@@ -144,11 +158,17 @@ class Hybrid(StatelessSleeper, Actor):
     async def set_tier(self, desired: SetTier) -> TierUsage:
         return await self.tiers.set_tier(desired)
 
-    @property
-    def size_bytes(self) -> int:
-        return self.learner.size_bytes if self._memory is None else 0
+    def _get_gradients(self) -> dict[str, Tensor]:
+        block = self._summed_block
+        total = block.gradients.total if block is not None else None
+        return {} if total is None else {"sum": total}
 
-    async def sleep(self, save: SaveTensors) -> None:
+    async def _rebuild_parameters(self, memory: KindMemory) -> None:
+        """Allocate the memory; the weights are fetched before the next round."""
+        await self.kinds.reallocate(memory)
+        self._manifest = ""
+
+    async def sleep(self, tier: Tier) -> None:
         """Leave the core and release the learner's memory; the store has the weights."""
         self._is_awake.clear()
         try:
@@ -157,13 +177,11 @@ class Hybrid(StatelessSleeper, Actor):
             try:
                 self._generation, self._manifest = 0, ""
                 await self._drop_blocks()
-                memory = await self._run_blocking(LearnerMemory, self.learner)
                 try:
-                    await self._run_blocking(memory.release)
+                    await self.kinds.drop()
                 except Exception:
-                    await self._run_blocking(memory.reallocate)  # weights are fetched again
+                    await self.kinds.load()  # weights are fetched again
                     raise
-                self._memory = memory
             except BaseException:
                 self._learner_lock.release()
                 raise
@@ -171,11 +189,9 @@ class Hybrid(StatelessSleeper, Actor):
             self._is_awake.set()
             raise
 
-    async def wake(self, restore: RestoreTensors) -> None:
+    async def wake(self) -> None:
         """Reallocate the memory; `serve` then joins under a new generation and fetches weights."""
-        assert self._memory is not None, "the hybrid sleeps"
-        await reallocate_memory(self._memory, self._run_blocking, self.mesh.name)
-        self._memory = None
+        await self.kinds.load()
         self._generation = 0
         self._learner_lock.release()
         self._is_awake.set()
@@ -256,7 +272,16 @@ class Hybrid(StatelessSleeper, Actor):
         self._block = None
         await self._finish_sending()
         self._sent_block = block
-        total = await self._run_blocking(_move_sum_to_host, block)
+
+        async def move_to_host() -> Tensor:
+            async with self.kinds.use_kinds((GRADIENTS,)):
+                total = await self._run_blocking(_move_sum_to_host, block)
+                self._forget_sum()
+                return total
+
+        total = await self.time_slices.run_in_slice(
+            TRAIN.function, move_to_host, kinds=(GRADIENTS,)
+        )
         if not self._generation:  # it has left, to sleep or for ever
             self._sent_block = None
             return
@@ -298,6 +323,12 @@ class Hybrid(StatelessSleeper, Actor):
         if sending is not None:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
+        async with self.kinds.use_kinds():
+            self._forget_sum()
+
+    def _forget_sum(self) -> None:
+        self._summed_block = None
+        self.kinds.forget_tensors(GRADIENTS)
 
     async def _fetch_weights(self, manifest: str) -> None:
         """Load the weights of the next rounds, before any round is requested."""
@@ -309,10 +340,14 @@ class Hybrid(StatelessSleeper, Actor):
             await self._core.call(Trainer.restage_version, manifest)
             await self.mesh.clock.sleep(RETRY_S)
             return  # the next round request returns the weights needed by then
-        load = self.learner.load_weights
+
+        async def load() -> None:
+            async with self.kinds.use_kinds((PARAMETERS,), (PARAMETERS,)):
+                await self._run_blocking(self.learner.load_weights, weights)
+                self._manifest = manifest
+
         async with self._use_learner():
-            await self.time_slices.run_in_slice("sync", lambda: self._run_blocking(load, weights))
-            self._manifest = manifest
+            await self.time_slices.run_in_slice("sync", load, kinds=(PARAMETERS,))
 
     @asynccontextmanager
     async def _use_learner(self) -> AsyncIterator[None]:
@@ -332,7 +367,7 @@ class Hybrid(StatelessSleeper, Actor):
         )
         self._block = None  # while it changes
 
-        async def compute() -> tuple[Tensor, BinStats]:
+        async def compute_gradient() -> tuple[Tensor, BinStats]:
             tokens = sum(len(bin.tokens) for bin in bins)
             seconds = (
                 self._emulation.compute_gradient_s(tokens) if self._emulation is not None else 0.0
@@ -342,9 +377,21 @@ class Hybrid(StatelessSleeper, Actor):
                 await self._emulation_timer.run_padded(seconds, work) if seconds else await work()
             )
 
+        async def compute() -> BinStats:
+            async with self.kinds.use_kinds(TRAIN.tensor_kinds, TRAIN.changed_kinds):
+                if not self._manifest:
+                    raise Fenced("the weights of this round were dropped", where=self.mesh.name)
+                if self._summed_block is not block:  # the sum of an earlier block is not needed
+                    self._forget_sum()
+                gradient, stats = await compute_gradient()
+                self._summed_block = block
+                await self._run_blocking(block.gradients.add, gradient)
+                return stats
+
         async with self._use_learner():
-            gradient, stats = await self.time_slices.run_in_slice("train_step", compute)
-            await self._run_blocking(block.gradients.add, gradient)
+            stats = await self.time_slices.run_in_slice(
+                TRAIN.function, compute, kinds=TRAIN.tensor_kinds
+            )
         compute_s = clock.monotonic() - self.time_slices.wait_time_s - began
         self.rounds += 1
         self.bins += len(bins)

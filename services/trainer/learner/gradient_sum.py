@@ -78,11 +78,11 @@ class GradientSum:
             self._append(block, total.to(self._dtype))
 
     def get_tensors(self) -> dict[str, Tensor]:
-        """Return views of all retained tensors; no gradient may be added at the same time."""
-        found = {f"block.{index}": tensor for index, tensor in self._pending.items()}
-        for index, partial in self._open.items():
-            assert partial.total is not None, "an open block has a round"
-            found[f"open.{index}"] = partial.total
+        """Return views of all retained tensors; to measure them, at any time from any thread."""
+        found = {f"block.{index}": tensor for index, tensor in list(self._pending.items())}
+        for index, partial in list(self._open.items()):
+            if partial.total is not None:
+                found[f"open.{index}"] = partial.total
         return found if self._sum is None else {"sum": self._sum, **found}
 
     def get_total(self, rounds: int) -> Tensor:

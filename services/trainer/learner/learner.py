@@ -72,6 +72,7 @@ class Learner:
     def _build_optimizer(self) -> None:
         """Create the optimizer and the gradient buffers of the trainable parameters."""
         self._optimizer = Optimizer(self.model, self._optimizer_config, {critic.CRITIC_BIAS})
+        self._meta_tensors: dict[bool, Mapping[str, Tensor]] = {}  # True: of the optimizer's state
         self._parameters = list(lora.get_trainable_parameters(self.model).values())
         self.parameter_count = sum(parameter.numel() for parameter in self._parameters)
         narrow = self._dtype != torch.float32
@@ -206,8 +207,14 @@ class Learner:
         return np.array([[0, self.parameter_count]], np.int64)
 
     def get_meta_tensors(self, optimizer: bool) -> Mapping[str, Tensor]:
-        """Return the weights, or the `optimizer` state, for their names, dtypes and shapes."""
-        return self.get_state() if optimizer else self.get_weights()
+        """Return the weights, or the `optimizer` state, for their names, dtypes and shapes.
+
+        The memory of the tensors may be freed by then.
+        """
+        if optimizer not in self._meta_tensors:
+            tensors = self.get_state() if optimizer else self.get_weights()
+            self._meta_tensors[optimizer] = {n: t.to("meta") for n, t in tensors.items()}
+        return self._meta_tensors[optimizer]
 
     @torch.no_grad()
     def scatter_weights(self, names: Many[str], full_weights: Mapping[str, Tensor] | None) -> None:
@@ -257,12 +264,19 @@ class Learner:
 
     def get_tensors(self) -> dict[str, Tensor]:
         """Return all tensors that the next step depends on, by name; views of this rank's rows."""
-        named = {
+        return self.get_parameters() | self.get_moments()
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        """Return views of this rank's rows of all parameters, by name."""
+        return {
             f"model.{name}": sharded_tensors.get_local_rows(p)
             for name, p in self.model.named_parameters()
         }
+
+    def get_moments(self) -> dict[str, Tensor]:
+        """Return the optimizer's tensors of this rank, by name."""
         moments = self._optimizer.get_tensors() if self._has_moments else {}
-        return named | {f"optimizer.{name}": tensor for name, tensor in moments.items()}
+        return {f"optimizer.{name}": tensor for name, tensor in moments.items()}
 
     def get_derived_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that `refresh` computes from the others."""

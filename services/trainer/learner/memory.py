@@ -1,56 +1,63 @@
-"""Memory of a sleeping learner: the tensors to offload, and those derived from them."""
+"""Kinds of a learner's tensors, which its process moves between tiers."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from meshrl.common.base.errors import Refused
+from meshrl.common.mesh.instances.kind_controller import TensorsOfKind
 from meshrl.common.model.files.tensor_storages import TensorStorages
+from meshrl.common.state.pool.workers.rows import TensorKind
 from meshrl.services.trainer.learner.learner import Learner
 
 
-class LearnerMemory:
-    """Memory of a learner, and `extra_tensors`; `offloaded` has all that cannot be recomputed."""
+def make_learner_kinds(
+    find_learner: Callable[[], Learner | None], get_gradients: Callable[[], Mapping[str, Tensor]]
+) -> dict[str, TensorsOfKind]:
+    """Return the sources of a learner's kinds.
 
-    def __init__(self, learner: Learner, extra_tensors: Mapping[str, Tensor] | None = None) -> None:
+    `find_learner` returns None while there is no learner. `get_gradients` returns the retained
+    sums.
+    """
+
+    def collect_parameters() -> TensorStorages:
+        if (learner := find_learner()) is None:
+            return TensorStorages({})
         learner.free_gradients()
-        self._learner = learner
-        self.offloaded = TensorStorages({**learner.get_tensors(), **(extra_tensors or {})})
-        self._derived = TensorStorages(learner.get_derived_tensors())
+        derived = learner.get_derived_tensors()
+        return TensorStorages(learner.get_parameters(), derived, learner.refresh)
 
-    @property
-    def size_bytes(self) -> int:
-        return self.offloaded.total_bytes + self._derived.total_bytes
+    def collect_optimizer() -> TensorStorages:
+        if (learner := find_learner()) is None:
+            return TensorStorages({})
+        if moments := learner.get_moments():
+            learner.get_meta_tensors(True)  # which needs views of the tensors
+        return TensorStorages(moments)
 
-    def release(self) -> None:
-        self._derived.release()
-        self.offloaded.release()
+    def collect_gradients() -> TensorStorages:
+        if (learner := find_learner()) is not None:
+            learner.free_gradients()  # parameters still reference the last one
+        return TensorStorages(get_gradients())
 
-    def reallocate(self) -> None:
-        """Allocate the memory again, without content; on MemoryError nothing is allocated."""
-        self.offloaded.reallocate()
-        try:
-            self._derived.reallocate()
-        except MemoryError:
-            self.offloaded.release()
-            raise
+    def measure_parameters() -> int:
+        if (learner := find_learner()) is None:
+            return 0
+        return _count_bytes(learner.get_parameters()) + _count_bytes(learner.get_derived_tensors())
 
-    def refresh_derived(self) -> None:
-        self._learner.refresh()
+    def measure_optimizer() -> int:
+        learner = find_learner()
+        return 0 if learner is None else _count_bytes(learner.get_moments())
+
+    def measure_gradients() -> int:
+        return _count_bytes(get_gradients())
+
+    return {
+        TensorKind.PARAMETERS: TensorsOfKind(collect_parameters, measure_parameters),
+        TensorKind.GRADIENTS: TensorsOfKind(collect_gradients, measure_gradients),
+        TensorKind.OPTIMIZER: TensorsOfKind(collect_optimizer, measure_optimizer),
+    }
 
 
-async def reallocate_memory(
-    memory: LearnerMemory, run: Callable[..., Awaitable[Any]], process: str
-) -> None:
-    """Allocate the memory by `run`, which runs blocking work; Refused without enough memory."""
-    try:
-        await run(memory.reallocate)
-    except MemoryError as error:
-        raise Refused(
-            f"cannot allocate {memory.size_bytes} bytes of memory: {error}",
-            where=process,
-            fix="Free memory, for instance by offloading other instances to disk",
-        ) from error
+def _count_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_tim
 from meshrl.common.api.ranks import Rendezvous, compute_state_timeout_s
 from meshrl.common.base.errors import RankLost, Refused
 from meshrl.common.hardware.gpus.nccl_environment import set_nccl_environment
+from meshrl.common.mesh.instances.kind_controller import TensorsOfKind
 from meshrl.common.mesh.process.tcp_sockets import (
     SocketAddress,
     find_client_hosts,
@@ -34,7 +35,7 @@ from meshrl.services.trainer.bins.division import EvenDivision, RoundDivision
 from meshrl.services.trainer.bins.packing import Bin
 from meshrl.services.trainer.learner.gradient_sum import GradientSum
 from meshrl.services.trainer.learner.learner import Learner
-from meshrl.services.trainer.learner.memory import LearnerMemory
+from meshrl.services.trainer.learner.memory import make_learner_kinds
 from meshrl.services.trainer.learner.stats import BinStats
 from meshrl.services.trainer.ranks import network_interface
 
@@ -289,12 +290,6 @@ class Rank:
         """Counts of emulated and late tasks; empty without emulation."""
         return self._emulation.late_counts if self._emulation is not None else {}
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the rank's rows; 0 while it is in no group."""
-        return 0 if self._learner is None else self._learner.size_bytes
-
-    def collect_memory(self, include_gradients: bool) -> LearnerMemory:
-        """Return the memory of the rank's rows, and of pending gradients if `include_gradients`."""
-        beside = self._gradients.get_tensors() if include_gradients else {}
-        return LearnerMemory(self.learner, beside)
+    def make_kinds(self) -> dict[str, TensorsOfKind]:
+        """Return the sources of the rank's rows by kind; without bytes while it is in no group."""
+        return make_learner_kinds(lambda: self._learner, lambda: self._gradients.get_tensors())

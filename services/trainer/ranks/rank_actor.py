@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -22,13 +23,14 @@ from meshrl.common.api.ranks import (
     SleepOrder,
 )
 from meshrl.common.api.stats import RankStats
-from meshrl.common.base.errors import CorruptData, Fenced, MeshError, Refused
+from meshrl.common.base.errors import Fenced, MeshError, Refused
 from meshrl.common.base.files.path_checks import resolve_below
 from meshrl.common.base.host.interfaces import find_address
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
-from meshrl.common.mesh.instances.offload_storage import OffloadStorage
-from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
+from meshrl.common.mesh.instances.kind_controller import KindController
+from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.state.pool.workers.rows import Tier
@@ -36,15 +38,24 @@ from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.transports.rendezvous import is_multi_host, rendezvous_directory
 from meshrl.services.trainer.bins.packing import Bin
 from meshrl.services.trainer.compute.gradient_transfer import fetch_gradient
-from meshrl.services.trainer.learner.memory import LearnerMemory, reallocate_memory
+from meshrl.services.trainer.compute.piece_runner import (
+    ADD,
+    BEGIN,
+    GRADIENTS,
+    LOAD,
+    SAVE,
+    SCORE,
+    SYNC,
+    TRAIN,
+    UPDATE,
+    PieceKind,
+)
 from meshrl.services.trainer.ranks import network_interface
 from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.ranks.rank_faults import describe_fault
 from meshrl.services.trainer.ranks.rank_thread import RankThread
 from meshrl.services.trainer.ranks.row_tasks import RowRestorer, RowSaver, RowStager
 
-# Runs blocking work on the thread of the rank's arithmetic.
-RunBlocking = Callable[..., Awaitable[Any]]
 # Keys of the state that is equal on all ranks.
 SHARED_STATE_KEYS = ("job", "lineage", "version", "manifest", "ranks", "counts")
 
@@ -55,16 +66,10 @@ class SleepingRows:
     `tier` is where the rows are.
     """
 
-    def __init__(self, rank: Rank, run: RunBlocking, places: OffloadStorage, process: str) -> None:
-        self._rank, self._run, self.places, self._process = rank, run, places, process
+    def __init__(self, rank: Rank, kinds: KindController, process: str) -> None:
+        self._rank, self._kinds, self._process = rank, kinds, process
         self.tier = Tier.ACCELERATOR
-        self._memory: LearnerMemory | None = None
         self._copy_tier = Tier.ACCELERATOR  # tier of an offloaded copy; accelerator: there is none
-
-    @property
-    def size_bytes(self) -> int:
-        awake = self.tier == Tier.ACCELERATOR or self._copy_tier == Tier.ACCELERATOR
-        return self._rank.size_bytes if awake else 0
 
     @property
     def has_copy(self) -> bool:
@@ -72,76 +77,52 @@ class SleepingRows:
 
     async def execute_order(self, order: SleepOrder) -> None:
         """Execute a sleep order; a repeated order changes nothing."""
-        tier = Tier(order.tier)
+        tier, kinds = Tier(order.tier), self._kinds
         if order.action == "keep":
-            self._memory = await self._run_blocking(
-                partial(self._rank.collect_memory, include_gradients=True)
-            )
-            await self.places.save(tier, order.metadata, self._memory.offloaded)
+            kinds.is_asleep = True
+            await kinds.write_back(tier)
+            await kinds.save_record(tier, order.metadata)
             self._copy_tier = tier
-        elif order.action == "release" and self._memory is not None:
-            await self._run_blocking(self._memory.release)
+        elif order.action == "release" and self.has_copy:
+            await kinds.offload(self._copy_tier)
             self.tier = self._copy_tier
-        elif (
-            order.action == "take"
-            and self._memory is not None
-            and self._copy_tier != Tier.ACCELERATOR
-        ):
-            await self._restore(self._memory)
+        elif order.action == "take" and self.has_copy:
+            await kinds.load()
+            self.tier = Tier.ACCELERATOR
         elif order.action == "move" and tier == Tier.ABSENT:
-            await self.places.drop_all()
+            await kinds.drop_copies()
             self.tier = tier  # its worker may stop the process from here on
         elif order.action == "move" and tier == Tier.ACCELERATOR:
             self.tier = self._copy_tier  # the removal was cancelled
         elif order.action == "move" and self._copy_tier not in (tier, Tier.ACCELERATOR):
-            await self.places.move(self._copy_tier, tier)
+            await kinds.move_copies(tier)
             self._copy_tier = self.tier = tier
         elif order.action == "resume":
             await self._resume(order.metadata)
         elif order.action in ("discard", "forget"):
-            self._copy_tier, self._memory = Tier.ACCELERATOR, None
-            await self.places.drop_all()
+            self._copy_tier, kinds.is_asleep = Tier.ACCELERATOR, False
+            await kinds.drop_copies()
 
     def reset(self) -> None:
         """Reset the tiers when the rows are created again; offloaded state stays for `resume`."""
         self.tier = self._copy_tier = Tier.ACCELERATOR
-        self._memory = None
+        self._kinds.reset()
 
     def set_tier(self, tier: Tier) -> None:
         """Record a tier at which the rank has no state."""
         self.tier = self._copy_tier = tier
 
-    async def _restore(self, memory: LearnerMemory) -> None:
-        await reallocate_memory(memory, self._run_blocking, self._process)
-        try:
-            await self.places.restore(self._copy_tier, memory.offloaded)
-        except CorruptData:
-            raise
-        except BaseException:
-            await self._run_blocking(memory.release)
-            raise
-        await self._run_blocking(memory.refresh_derived)
-        self.tier = Tier.ACCELERATOR
-
     async def _resume(self, saved_state: dict[str, Any]) -> None:
-        found = await self.places.find_stored()
+        found = await self._kinds.find_record()
         if found is None:
             raise Refused("this process has no complete offloaded state", where=self._process)
-        tier, head = found
-        if any(head.metadata.get(key) != saved_state[key] for key in SHARED_STATE_KEYS):
+        _, record = found
+        if any(record.get(key) != saved_state[key] for key in SHARED_STATE_KEYS):
             raise Refused(
                 "the offloaded state of this process belongs to another step", where=self._process
             )
-        memory = await self._run_blocking(
-            partial(self._rank.collect_memory, include_gradients=False)
-        )
-        await self.places.restore(tier, memory.offloaded)
-        await self._run_blocking(
-            partial(self._rank.learner.resume_from_counts, saved_state["counts"])
-        )
-
-    async def _run_blocking(self, work: Callable[..., Any], *args: Any) -> Any:
-        return await self._run(work, *args, deadline_s=STATE_TRANSFER_TIMEOUT_S)
+        await self._kinds.resume(record)
+        await self._kinds.run(partial(self._rank.learner.resume_from_counts, saved_state["counts"]))
 
 
 TIER_TIMEOUT_S = 600.0  # for rank 0 to bring all ranks to a tier
@@ -150,7 +131,7 @@ FETCH_TIMEOUT_S = STATE_TRANSFER_TIMEOUT_S - 60.0  # for this rank's rows of a h
 DISCARD_TIMEOUT_S = 10.0  # for rank 0 to order, after that, that offloaded state may be discarded
 
 
-class RankActor(Actor):
+class RankActor(KindCallsMixin):
     """Actor that obeys the newest core: orders of an earlier generation are rejected."""
 
     interface = Ranks
@@ -169,8 +150,15 @@ class RankActor(Actor):
         self._row_stager = RowStager(*about)
         self._is_drained = asyncio.Event()
         self._epoch = 0  # of the last desired state
-        places = OffloadStorage(mesh, *mesh.settings.offload_targets)
-        self._rows = SleepingRows(rank, self._thread.run, places, mesh.name)
+        self._is_time_sliced = placement.time_sliced
+        self.kinds = KindController(
+            mesh,
+            rank.make_kinds(),
+            partial(self._thread.run, deadline_s=STATE_TRANSFER_TIMEOUT_S),
+            *mesh.settings.offload_targets,
+            is_time_sliced=lambda: self._is_time_sliced,
+        )
+        self._rows = SleepingRows(rank, self.kinds, mesh.name)
 
     def collect_stats(self) -> dict[str, Any]:
         late = self._rank.late_counts
@@ -204,8 +192,8 @@ class RankActor(Actor):
                 fix="Read the record again",
             )
         self._epoch = desired.epoch
-        places = self._rows.places
-        places.set_targets(desired.segment_owner, desired.offload_dir)
+        self._is_time_sliced = desired.time_sliced
+        self.kinds.set_targets(desired.segment_owner, desired.offload_dir)
         async with self._mesh.clock.timeout(TIER_TIMEOUT_S, "waiting for an order of rank 0"):
             while self._rows.tier != desired.tier and self._epoch == desired.epoch:
                 if desired.tier != Tier.ACCELERATOR and not self._generation:
@@ -218,8 +206,10 @@ class RankActor(Actor):
             until = self._mesh.clock.monotonic() + DISCARD_TIMEOUT_S
             while self._rows.has_copy and self._mesh.clock.monotonic() < until:
                 await self._mesh.clock.sleep(POLL_S)
-        stored_bytes = places.stored_bytes
-        return TierUsage(self._rows.size_bytes, stored_bytes[Tier.MEMORY], stored_bytes[Tier.DISK])
+        stored_bytes = self.kinds.stored_bytes
+        return TierUsage(
+            self.kinds.accelerator_bytes, stored_bytes[Tier.MEMORY], stored_bytes[Tier.DISK]
+        )
 
     @call(Ranks.execute_sleep_order)
     async def execute_sleep_order(self, order: orders.SleepOrder) -> None:
@@ -266,18 +256,19 @@ class RankActor(Actor):
         await self._thread.run(self._rank.create_model, deadline_s=order.timeout_s)
 
     @call(Ranks.begin_step)
-    def begin_step(self, order: orders.BeginStep) -> None:
-        self._check_generation(order.generation)
-        self._rank.begin_step(order.block_rounds, order.gradient_dtype)
+    async def begin_step(self, order: orders.BeginStep) -> None:
+        async with self._execute(BEGIN, order.generation):
+            self._rank.begin_step(order.block_rounds, order.gradient_dtype)
+            self.kinds.forget_tensors(GRADIENTS)
         self._fetched_rows = {}
 
     @call(Ranks.compute_round)
     async def compute_round(self, part: orders.ComputeRound) -> orders.RoundStats:
-        self._check_generation(part.generation)
         bins = [Bin.from_arrays(bin) for bin in part.bins]
-        stats = await self._thread.run(
-            self._rank.compute_round, part.index, bins, deadline_s=COMPUTE_TIMEOUT_S
-        )
+        async with self._execute(TRAIN, part.generation):
+            stats = await self._thread.run(
+                self._rank.compute_round, part.index, bins, deadline_s=COMPUTE_TIMEOUT_S
+            )
         return orders.RoundStats([asdict(one) for one in stats])
 
     @call(Ranks.fetch_gradient)
@@ -300,7 +291,8 @@ class RankActor(Actor):
         rows = self._fetched_rows.pop(order.transfer_id, None)
         if rows is not None and order.block >= 0:
             add, run = self._rank.make_gradient_adder(), self._mesh.host.run_blocking
-            await run(add, order.block, rows, deadline_s=STATE_TRANSFER_TIMEOUT_S)
+            async with self._execute(ADD, order.generation):
+                await run(add, order.block, rows, deadline_s=STATE_TRANSFER_TIMEOUT_S)
 
     @call(Ranks.update_settings)
     async def update_settings(self, order: orders.UpdateSettings) -> None:
@@ -312,27 +304,27 @@ class RankActor(Actor):
 
     @call(Ranks.apply_gradient)
     async def apply_gradient(self, update: orders.ApplyGradient) -> float:
-        self._check_generation(update.generation)
         about = update.rounds, update.denominator, update.lr_factor
-        norm = await self._thread.run(
-            self._rank.apply_gradient, *about, deadline_s=COMPUTE_TIMEOUT_S
-        )
+        async with self._execute(UPDATE, update.generation):
+            norm = await self._thread.run(
+                self._rank.apply_gradient, *about, deadline_s=COMPUTE_TIMEOUT_S
+            )
         return norm
 
     @call(Ranks.score_bin)
     async def score(self, part: orders.ScoreBin) -> orders.BinScores:
-        self._check_generation(part.generation)
         bin = Bin.from_arrays(part.bin)
-        return orders.BinScores(
-            await self._thread.run(
-                self._rank.score, bin, part.quantity, deadline_s=COMPUTE_TIMEOUT_S
+        async with self._execute(SCORE, part.generation):
+            return orders.BinScores(
+                await self._thread.run(
+                    self._rank.score, bin, part.quantity, deadline_s=COMPUTE_TIMEOUT_S
+                )
             )
-        )
 
     @call(Ranks.stage_rows)
     async def stage(self, order: orders.StageRows) -> None:
-        self._check_generation(order.generation)
-        await self._row_stager.stage(order)
+        async with self._execute(SYNC, order.generation):
+            await self._row_stager.stage(order)
 
     @call(Ranks.finish_staging)
     async def finish_staging(self, order: orders.FinishStaging) -> orders.StagingResult:
@@ -341,8 +333,8 @@ class RankActor(Actor):
 
     @call(Ranks.save_rows)
     async def save(self, order: orders.SaveRows) -> orders.RankFault:
-        self._check_generation(order.generation)
-        return await self._row_saver.save(order)
+        async with self._execute(SAVE, order.generation):
+            return await self._row_saver.save(order)
 
     @call(Ranks.finish_saving)
     async def finish_saving(self, order: orders.FinishSaving) -> orders.SavingResult:
@@ -351,18 +343,25 @@ class RankActor(Actor):
 
     @call(Ranks.restore_rows)
     async def restore(self, order: orders.RestoreRows) -> orders.RestoreResult:
-        self._check_generation(order.generation)
-        return await self._row_restorer.restore(order)
+        async with self._execute(LOAD, order.generation):
+            return await self._row_restorer.restore(order)
 
     @call(Ranks.load_weights)
     async def load_weights(self, order: orders.LoadWeightRows) -> None:
-        self._check_generation(order.generation)
-        await self._thread.run(
-            self._rank.learner.scatter_weights,
-            order.tensor_names,
-            None,
-            deadline_s=self._rank.state_timeout_s,
-        )
+        async with self._execute(LOAD, order.generation):
+            await self._thread.run(
+                self._rank.learner.scatter_weights,
+                order.tensor_names,
+                None,
+                deadline_s=self._rank.state_timeout_s,
+            )
+
+    @asynccontextmanager
+    async def _execute(self, kind: PieceKind, generation: int) -> AsyncIterator[None]:
+        """Enter to execute an order of this group with the kinds of a piece."""
+        self._check_generation(generation)
+        async with self.kinds.use_kinds(kind.tensor_kinds, kind.changed_kinds):
+            yield
 
     def _check_generation(self, generation: int) -> None:
         if generation != self._generation:

@@ -21,6 +21,7 @@ from meshrl.common.api.ranks import Rendezvous
 from meshrl.common.base.errors import DeadlineExceeded, RankLost, Refused
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
+from meshrl.common.mesh.instances.kind_controller import TensorsOfKind
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.state.pool.workers.placement import Placement
@@ -29,7 +30,7 @@ from meshrl.services.trainer.bins.division import EvenDivision
 from meshrl.services.trainer.bins.packing import Bin
 from meshrl.services.trainer.learner.gradient_sum import GradientSum
 from meshrl.services.trainer.learner.learner import Learner
-from meshrl.services.trainer.learner.memory import LearnerMemory
+from meshrl.services.trainer.learner.memory import make_learner_kinds
 from meshrl.services.trainer.learner.stats import BinStats
 from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.role_process import LearnerFactory
@@ -144,8 +145,11 @@ class _VectorState:
     _momentum: Tensor
     steps: int
 
-    def get_tensors(self) -> dict[str, Tensor]:
-        return {"flat": self._flat_weights, "momentum": self._momentum}
+    def get_parameters(self) -> dict[str, Tensor]:
+        return {"flat": self._flat_weights}
+
+    def get_moments(self) -> dict[str, Tensor]:
+        return {"momentum": self._momentum}
 
     def get_derived_tensors(self) -> dict[str, Tensor]:
         return {}
@@ -176,6 +180,7 @@ class VectorLearner(_VectorState, Learner):
         self._flat_weights = make_initial_weights(seed)
         self._momentum = torch.zeros_like(self._flat_weights)
         self.parameter_count = self._flat_weights.numel()
+        self._meta_tensors = {}
 
     @property
     def device(self) -> torch.device:
@@ -292,14 +297,11 @@ class VectorRank(_VectorState, Rank):
         self._require_group()
         return self
 
-    @property
-    def size_bytes(self) -> int:
-        return self._flat_weights.nbytes + self._momentum.nbytes
+    def make_kinds(self) -> dict[str, TensorsOfKind]:
+        def find_learner() -> Learner | None:
+            return None if self._group is None else cast(Learner, self)
 
-    def collect_memory(self, include_gradients: bool) -> LearnerMemory:
-        return LearnerMemory(
-            cast(Learner, self), self._gradients.get_tensors() if include_gradients else {}
-        )
+        return make_learner_kinds(find_learner, lambda: self._gradients.get_tensors())
 
     def get_meta_tensors(self, optimizer: bool) -> Mapping[str, Tensor]:
         if optimizer:

@@ -13,8 +13,10 @@ from meshrl.common.api.calls.role import RoleControl, SetTier, TierUsage
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import Fenced
 from meshrl.common.base.random import Random
+from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
+from meshrl.common.mesh.instances.kind_controller import KindController
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.dependencies import AccessRules, LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
 from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
@@ -28,11 +30,12 @@ from tests.meshes import register_process
 BYTES = 1000  # size of its state, in any tier
 
 
-class Standin(Actor):
+class Standin(KindCallsMixin):
     interface = RoleControl
 
-    def __init__(self, note: Path, seat: Placement) -> None:
+    def __init__(self, note: Path, seat: Placement, mesh: Mesh) -> None:
         self._note = note
+        self.kinds = KindController(mesh, {}, mesh.host.run_blocking)
         self.about: dict[str, Any] = seat.initial_stats()
 
     @call(RoleControl.drain)
@@ -72,7 +75,7 @@ async def main(kind: str, seat: Placement) -> None:
         terms=LeaseTerms(ttl_s=scaled(1.5), renew_interval_s=0.3),
         access=AccessRules(credentials=doorway),
     )
-    standin = Standin(Path(settings.run_root) / "drained", seat)
+    standin = Standin(Path(settings.run_root) / "drained", seat, mesh)
     mesh.ready = False
     await mesh.join(standin, stats=lambda: standin.about)
     if seat.job == "broken":

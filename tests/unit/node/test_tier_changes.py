@@ -11,7 +11,9 @@ from typing import Any
 from meshrl.common.api.calls.role import RoleControl, SetTier, TierUsage
 from meshrl.common.base.errors import RemoteFailure, StorageFull
 from meshrl.common.base.random import Random
-from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
+from meshrl.common.mesh.instances.kind_controller import KindController
+from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
 from meshrl.common.state import jobs, leader, registry
@@ -45,14 +47,15 @@ BYTES = 1000  # size of each process on the accelerator
 DRAINS_S = 3.0
 
 
-class Process(Actor):
+class Process(KindCallsMixin):
     """Role process that fills the accelerator, drains slowly and moves unless `wrong` has an
     error.
     """
 
     interface = RoleControl
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: Mesh) -> None:
+        self.kinds = KindController(mesh, {}, mesh.host.run_blocking)
         self.wrong: dict[str, Exception] = {}  # by tier
         self.requests: list[str] = []
 
@@ -83,7 +86,7 @@ class World:
         self.state = open_simulated_state(clock)
         self.network = MemoryNetwork(clock, random.child("network"))
         self.settings = MeshSettings("simulated", str(root), host="one")
-        self.process = Process()
+        self.process = Process(self.mesh("role/moved", SimulatedHost(clock, random)))
         self.ends_after_s = 1e9
         programs = {f"meshrl.services.{kind}": self.program(kind) for kind in ("engine", "trainer")}
         self.host = SimulatedHost(clock, random, programs)

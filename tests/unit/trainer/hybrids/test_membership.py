@@ -130,16 +130,16 @@ def test_only_the_last_join_of_a_gang_counts(history: list[tuple[str, str, int]]
 
 
 class FailingLearner:
-    """Learner whose first `fails` calls of `get_tensors` raise an error."""
+    """Learner whose first `fails` calls of `get_parameters` raise an error."""
 
     def __init__(self, learner: Learner, fails: int) -> None:
         self._learner, self._fails = learner, fails
 
-    def get_tensors(self) -> dict[str, torch.Tensor]:
+    def get_parameters(self) -> dict[str, torch.Tensor]:
         self._fails -= 1
         if self._fails >= 0:
             raise RuntimeError("CUDA error: an illegal memory access")
-        return self._learner.get_tensors()
+        return self._learner.get_parameters()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._learner, name)
@@ -160,7 +160,7 @@ async def test_hybrid_that_fails_to_sleep_stays_awake_and_can_sleep_later(
     tiers = hybrid.tiers
     with pytest.raises(RuntimeError, match="illegal memory"):
         await tiers.set_tier(desired_tier("memory", 1))
-    assert tiers.tier == "accelerator" and hybrid.size_bytes > 0
+    assert tiers.tier == "accelerator" and hybrid.kinds.accelerator_bytes > 0
     async with clock.timeout(1.0, "the learner, which is free"), hybrid._use_learner():
         pass
     async with clock.timeout(1.0, "its sleep"):

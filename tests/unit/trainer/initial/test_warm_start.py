@@ -321,7 +321,7 @@ class SliceRecorder(Actor):
     @call(Worker.acquire_slice)
     def acquire_slice(self, request: AcquireSlice) -> TimeSlice:
         assert not self.is_acquired
-        self.functions.append(request.operation)
+        self.functions.append(request.function)
         self.is_acquired = True
         return TimeSlice(request.ticket, 60.0)
 

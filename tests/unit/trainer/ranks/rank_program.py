@@ -163,20 +163,25 @@ def train(rank: Rank, step: int, variant: str, directory: Path) -> float:
 
 def offload_and_restore(rank: Rank, place: Path) -> None:
     """Offload this rank's rows and the step's gradient to a file, and restore them."""
-    memory = rank.collect_memory(include_gradients=True)
     tensors = rank.learner.get_tensors()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    file = OffloadFile(place, create=True)
-    offloaded_tensors.offload(file, {}, memory.offloaded)
-    memory.release()
+    kinds = [source.collect() for source in rank.make_kinds().values()]
+    for number, memory in enumerate(kinds):
+        file = OffloadFile(place.with_suffix(f".{number}"), create=True)
+        offloaded_tensors.offload(file, {}, memory)
+        memory.release()
+        file.commit()
+        file.close()
     unreleased = [n for n, t in tensors.items() if t.untyped_storage().nbytes()]
     assert not unreleased, unreleased
-    memory.reallocate()
-    for name in memory.offloaded.sizes_bytes:
-        memory.offloaded.write(name, 0, np.full(memory.offloaded.sizes_bytes[name], 255, np.uint8))
-    offloaded_tensors.restore(file, offloaded_tensors.read_header(file), memory.offloaded)
-    memory.refresh_derived()
-    file.close()
+    for number, memory in enumerate(kinds):
+        memory.reallocate()
+        for name, size in memory.sizes_bytes.items():
+            memory.write(name, 0, np.full(size, 255, np.uint8))
+        file = OffloadFile(place.with_suffix(f".{number}"))
+        offloaded_tensors.restore(file, offloaded_tensors.read_header(file), memory)
+        memory.refresh()
+        file.close()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
 

@@ -44,10 +44,10 @@ from meshrl.common.base.errors import (
     RemoteFailure,
     StorageFull,
 )
-from meshrl.common.base.files.offloaded_tensors import OffloadSource, OffloadTarget
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.common.weights.layout.chunk_builder import StagingOptions
 from meshrl.common.weights.transports.rendezvous import NoRendezvousPort
 from meshrl.services.trainer.compute.gradient_transfer import GradientOutbox, make_hybrid_name
@@ -138,6 +138,7 @@ class Gang:
         self.compute = GangCompute(
             mesh, JOB, self.rank, rendezvous_dir=directory, collective_timeout_s=scaled(20.0)
         )
+        self.compute.kinds.set_targets("", str(directory / "kept"))
 
     def make_gradient(self) -> torch.Tensor:
         return torch.arange(self.compute.parameter_count, dtype=torch.float32)
@@ -500,21 +501,6 @@ async def test_slow_weight_reading_does_not_disband_a_formed_group(gang: Gang) -
     assert gang.other.ordered["create_model"][-1].timeout_s >= STATE_TRANSFER_TIMEOUT_S
 
 
-class ProcessMemory:
-    """Offload medium that stores a rank's tensors in this process."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, np.ndarray[Any, Any]] = {}
-
-    async def keep(self, about: Any, content: OffloadSource) -> None:
-        sizes = content.sizes_bytes.items()
-        self.runs = {name: np.array(content.read(name, 0, size)) for name, size in sizes}
-
-    async def take(self, content: OffloadTarget) -> None:
-        for name, run in self.runs.items():
-            content.write(name, 0, run)
-
-
 def files_of(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
@@ -524,17 +510,16 @@ def first_rank_bytes(gang: Gang) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-ABOUT = {"tier": "memory", "job": JOB, "lineage": 0, "version": 1, "ranks": 2}
+ABOUT = {"tier": "disk", "job": JOB, "lineage": 0, "version": 1, "ranks": 2}
 
 
 async def test_all_ranks_sleep_and_wake_unchanged(gang: Gang) -> None:
-    process_memory = ProcessMemory()
     gradient = gang.make_gradient()
     await gang.send_gradient(0, gradient)
-    await gang.compute.sleep(lambda: dict(ABOUT), process_memory.keep)
-    assert first_rank_bytes(gang) == gang.compute.size_bytes == 0
-    await gang.compute.move("disk")
-    await gang.compute.wake(process_memory.take)
+    await gang.compute.sleep(lambda: dict(ABOUT), Tier.DISK)
+    assert first_rank_bytes(gang) == gang.compute.kinds.accelerator_bytes == 0
+    await gang.compute.move(Tier.DISK)
+    await gang.compute.wake()
     assert gang.other.list_sleep_actions == ["keep", "release", "move", "take", "forget"]
     norm = await gang.compute.apply_gradient(1, 1.0, 1.0)  # with the gradient from before
     assert norm == pytest.approx(float(gradient.double().norm()))
@@ -544,30 +529,28 @@ async def test_no_rank_sleeps_if_another_lacks_space(gang: Gang) -> None:
     for _ in range(2):
         gang.other.raises["rest keep"] = StorageFull("the disk is full")
         with pytest.raises(StorageFull):
-            await gang.compute.sleep(lambda: dict(ABOUT), ProcessMemory().keep)
+            await gang.compute.sleep(lambda: dict(ABOUT), Tier.DISK)
         assert gang.other.list_sleep_actions[-2:] == ["keep", "discard"]
         assert gang.has_group and first_rank_bytes(gang) > 0
     await gang.compute.begin_step()
 
 
 async def test_no_rank_wakes_if_another_lacks_memory(gang: Gang) -> None:
-    process_memory = ProcessMemory()
-    await gang.compute.sleep(lambda: dict(ABOUT), process_memory.keep)
+    await gang.compute.sleep(lambda: dict(ABOUT), Tier.DISK)
     gang.other.raises["rest take"] = Refused("no memory")
     with pytest.raises(Refused, match="no memory"):
-        await gang.compute.wake(process_memory.take)
+        await gang.compute.wake()
     assert first_rank_bytes(gang) == 0 and gang.other.list_sleep_actions[-1] == "release"
     gang.other.raises.clear()
-    await gang.compute.wake(process_memory.take)
+    await gang.compute.wake()
     assert first_rank_bytes(gang) > 0
 
 
 async def test_rank_lost_during_sleep_ends_the_group_on_wake(gang: Gang) -> None:
-    process_memory = ProcessMemory()
-    await gang.compute.sleep(lambda: dict(ABOUT), process_memory.keep)
+    await gang.compute.sleep(lambda: dict(ABOUT), Tier.DISK)
     gang.other.raises["rest take"] = Fenced("an order of another generation")
     with pytest.raises(CorruptData, match="has lost a rank"):
-        await gang.compute.wake(process_memory.take)
+        await gang.compute.wake()
     assert not gang.has_group
     gang.other.raises.clear()
     await gang.compute.form_group()

@@ -28,7 +28,9 @@ from meshrl.common.base.files.sealed_documents import encode_sealed
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.instances.kind_controller import TensorsOfKind
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.model.files.tensor_storages import TensorStorages
 from meshrl.common.records.checkpoints import compute_file_digests, format_checkpoint_name
 from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.state.pool.workers.rows import Tier
@@ -193,17 +195,16 @@ THIRD = 3
 
 
 class OwnRows(Rank):
-    """Learner with 100 bytes of rows and without a process group."""
+    """Rank with 100 bytes of rows, once it has left its earlier group for the next one."""
 
     def __init__(self) -> None:
-        self.rank = 1
+        self.rank, self.row_bytes = 1, 0
 
-    @property
-    def size_bytes(self) -> int:
-        return 100
+    def make_kinds(self) -> dict[str, TensorsOfKind]:
+        return {"parameters": TensorsOfKind(lambda: TensorStorages({}), lambda: self.row_bytes)}
 
     def leave(self) -> None:
-        pass
+        self.row_bytes = 100
 
 
 def create_bench(clock: VirtualClock, random: Random, root: Path = Path("/nowhere")) -> RankActor:

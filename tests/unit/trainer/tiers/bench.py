@@ -111,7 +111,7 @@ class Bench:
         seat = Placement("g0", "g0.0", "j", 1, core=True)
         mesh = self.mesh("trainer/j")
         core = TrainerCore(mesh, data, seat, GangCompute(mesh, "j", Rank.for_single_rank(learner)))
-        core.tiers.storage.segment_owner, core.tiers.storage.directory = WORKER, str(self.directory)
+        core.kinds.set_targets(WORKER, str(self.directory))
         core.is_ready = core.position.is_complete = True
         return core
 

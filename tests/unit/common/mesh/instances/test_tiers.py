@@ -12,8 +12,10 @@ from meshrl.common.api.calls.role import SetTier
 from meshrl.common.base.errors import Refused
 from meshrl.common.base.host.settings import make_offload_path
 from meshrl.common.base.random import Random
+from meshrl.common.mesh.instances.kind_controller import KindController, TensorsOfKind
 from meshrl.common.mesh.instances.orphans import ORPHAN_TIMEOUT_S, wait_until_orphaned
-from meshrl.common.mesh.instances.tiers import RestoreTensors, SaveTensors, TierController
+from meshrl.common.mesh.instances.tiers import TierController
+from meshrl.common.model.files.tensor_storages import TensorStorages
 from meshrl.common.state import registry
 from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.sim.virtual_loop import VirtualClock, VirtualLoop, run_virtual
@@ -31,15 +33,14 @@ class OneTensor:
         self.asleep = self.is_removable = False
         self.removal_error: Refused | None = None  # raised by `prepare_removal`
 
-    @property
-    def size_bytes(self) -> int:
+    def measure_bytes(self) -> int:
         return 0 if self.asleep else BYTES
 
-    async def sleep(self, save: SaveTensors) -> None:
+    async def sleep(self, tier: Tier) -> None:
         assert not self.asleep
         self.asleep = True
 
-    async def wake(self, restore: RestoreTensors) -> None:
+    async def wake(self) -> None:
         assert self.asleep, "it sleeps"
         self.asleep = False
 
@@ -58,7 +59,11 @@ class Bench:
     def __init__(self, clock: VirtualClock, random: Random, files: Path) -> None:
         mesh = alone("engine/g0.0", clock, random, SimulatedHost(clock, random.child("host")))
         self.sleeper = OneTensor()
-        self.tiers = TierController(mesh, self.sleeper, "", str(files))
+        source = TensorsOfKind(lambda: TensorStorages({}), self.sleeper.measure_bytes)
+        self.kinds = KindController(
+            mesh, {"parameters": source}, mesh.host.run_blocking, "", str(files)
+        )
+        self.tiers = TierController(mesh, self.sleeper, self.kinds)
 
     async def set_tier(self, tier: str) -> int:
         """Set the tier and return the bytes on the accelerator afterwards."""
