@@ -163,9 +163,9 @@ def train(rank: Rank, step: int, variant: str, directory: Path) -> float:
 
 def offload_and_restore(rank: Rank, place: Path) -> None:
     """Offload this rank's rows and the step's gradient to a file, and restore them."""
+    kinds = [source.collect() for source in rank.make_kinds().values()]
     tensors = rank.learner.get_tensors()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    kinds = [source.collect() for source in rank.make_kinds().values()]
     for number, memory in enumerate(kinds):
         file = OffloadFile(place.with_suffix(f".{number}"), create=True)
         offloaded_tensors.offload(file, {}, memory)
