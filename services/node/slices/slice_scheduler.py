@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from meshrl.common.api.node import (
     AcquireSlice,
@@ -53,6 +54,8 @@ REMOVED_INSTANCE_GRACE_S = (
     15.0  # for the operation in progress of a removed instance, until it is killed
 )
 
+FAILURE_PAUSE_S = 1.0  # between two preparations for an instance, if they fail
+
 
 class SliceScheduler:
     """Scheduler of the time slices of the gang whose first worker is this one; otherwise idle."""
@@ -79,7 +82,7 @@ class SliceScheduler:
         self._pending_grants: dict[tuple[str, str, int], asyncio.Future[SliceGrant]] = {}
         self._preparations: dict[str, asyncio.Task[None]] = {}  # by ticket
         self._wakeup = asyncio.Event()
-        self._kill_tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # kills and failures
         self.granted_count = self.killed_count = 0
 
     def stats(self) -> SliceStats:
@@ -187,11 +190,7 @@ class SliceScheduler:
             while True:
                 now = clock.monotonic()
                 for grant in self._queue.take_overdue(now):
-                    task = asyncio.create_task(
-                        self._kill_holder(grant), name=f"kill {grant.request.instance}"
-                    )
-                    self._kill_tasks.add(task)
-                    task.add_done_callback(self._kill_tasks.discard)
+                    self._run(self._kill_holder(grant), f"kill {grant.request.instance}")
                 await self._release_replaced()
                 wait_started_at = clock.monotonic()
                 next_event = min(self._queue.next_deadline(), self._queue.anticipates_until)
@@ -208,7 +207,7 @@ class SliceScheduler:
                 if self._queue.anticipates_until <= clock.monotonic():
                     self._grant_waiting()
         finally:
-            for task in (*self._kill_tasks, *self._preparations.values()):
+            for task in (*self._tasks, *self._preparations.values()):
                 task.cancel()
             await self._residency.close()
 
@@ -304,13 +303,18 @@ class SliceScheduler:
             self._mesh.log.warning(
                 "a time slice cannot begin", resident=request.instance, why=str(error)
             )
-            future = self._pending_grants.get(_key_of(request))
-            if future is not None and not future.done():
-                future.set_exception(error)
+            self._run(self._fail_request(request, error), f"failure of {request.instance}")
         else:
             self._preparations.pop(request.ticket, None)
             self._begin(request, reports)
         self._grant_waiting()
+
+    async def _fail_request(self, request: SliceRequest, error: MeshError) -> None:
+        """Fail the call of a dropped request after a pause, since it is repeated at once."""
+        future = self._pending_grants.get(_key_of(request))
+        await self._mesh.clock.sleep(FAILURE_PAUSE_S)
+        if future is not None and not future.done():
+            future.set_exception(error)
 
     def _prefetch_beside(self, holder: SliceRequest) -> None:
         """Prefetch the tensors of the instance that probably follows a holder."""
@@ -324,6 +328,11 @@ class SliceScheduler:
 
     def _list_holders(self) -> list[str]:
         return [grant.request.instance for grant in self._queue.grants]
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # -- ends of holders -------------------------------------------------------------------------
 

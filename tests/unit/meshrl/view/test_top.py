@@ -12,6 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from meshrl.cli import app
+from meshrl.common.api.node import SliceCandidate, SliceDecision, SliceExplanation
+from meshrl.common.base.errors import NotFound
 from meshrl.common.state import events, leader
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.scheduling.snapshot import Move
@@ -25,6 +27,7 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import EVENTS, PLANNER_ELECTION
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.runs.monitoring.mesh_top import TopScreen
+from meshrl.view.live.slice_tables import make_decisions_table
 from meshrl.view.live.top_screen import render_screen, render_tables
 from meshrl.view.mesh.mesh_frames import JobFrame, MeshFrame, build_frame
 from meshrl.view.mesh.rates import compute_steps_per_min, compute_wait_share
@@ -257,6 +260,27 @@ def test_status_why_shows_moves_with_regret_and_the_bottleneck(held_mesh: HeldMe
     found = json.loads(meshrl(*words, "g1", "--json"))
     assert [move["resident"] for move in found["moves"]] == ["g1.1"] and found["now"] is None
     assert json.loads(meshrl(*words, JOB, "--json"))["now"]["verdict"] == NOW["verdict"]
+
+
+def test_status_why_rejects_an_unknown_name_with_the_known_gangs(held_mesh: HeldMesh) -> None:
+    words = ["status", "--mesh", str(held_mesh.root), "--why"]
+    assert f"no recent decision about {JOB}" in meshrl(*words, JOB)
+    with pytest.raises(NotFound, match="there is no job, gang, worker or host g7") as raised:
+        meshrl(*words, "g7")
+    assert "The gangs are not formed yet" in raised.value.fix
+
+
+def test_table_of_slice_decisions_marks_the_chosen_request() -> None:
+    candidates = [
+        SliceCandidate("g0.1", "train_step", 3.0, 1.0, 0.5, 3.0),
+        SliceCandidate("g0.0", "generate", 0.1, 0.2, 0.0, 1.5),
+    ]
+    decision = SliceDecision(0.0, "hrrs", candidates, "g0.1", "response ratio")
+    table = make_decisions_table(SliceExplanation("g0", "hrrs", [decision], []))
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["instance"] == ["g0.1", "g0.0"]
+    assert columns["switch"] == ["0.50", "0.00"]
+    assert columns["reason"] == ["response ratio", "waits"]
 
 
 def test_last_frame_stays_while_redis_is_unreachable(

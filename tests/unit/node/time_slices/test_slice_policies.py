@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import get_args, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.sharing.policies import compare_with_oracle
@@ -128,6 +128,7 @@ computations = st.lists(
 )
 
 
+@settings(max_examples=40)
 @given(st.lists(computations, min_size=1, max_size=4), st.integers(0, 2**16))
 def test_no_request_waits_longer_than_the_cap_and_one_slice(
     drawn: list[list[tuple[float, float]]], seed: int

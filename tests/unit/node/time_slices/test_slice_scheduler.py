@@ -21,7 +21,7 @@ from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
-from meshrl.services.node.slices.residency import FullyResident
+from meshrl.services.node.slices.residency import FullyResident, Residency
 from meshrl.services.node.slices.slice_calls import SliceCallsMixin
 from meshrl.services.node.slices.slice_queue import SliceLimits
 from meshrl.services.node.slices.slice_scheduler import REMOVED_INSTANCE_GRACE_S, SliceScheduler
@@ -55,6 +55,7 @@ class Stage:
         self.clock, self.random = clock, random
         self.state = open_simulated_state(clock)
         self.network = MemoryNetwork(clock, random.child("network"))
+        self.residencies: dict[str, Residency] = {}  # by worker; missing: everything is resident
         self.computing: list[tuple[str, float, float]] = []
         self.kills: list[tuple[str, str, int]] = []  # worker, instance, generation
         self.gang = Gang(
@@ -93,7 +94,8 @@ class Stage:
             self.kills.append((worker, instance, generation))
 
         actor = type("OnlyTurns", (SliceCallsMixin,), {"interface": Worker, **REST})()
-        actor.slice_scheduler = SliceScheduler(mesh, worker, kill, FullyResident(), LEASES)
+        residency = self.residencies.get(worker, FullyResident())
+        actor.slice_scheduler = SliceScheduler(mesh, worker, kill, residency, LEASES)
         actor.slice_scheduler.set_gang(self.gang)
         await mesh.join(actor)
         self.running = asyncio.create_task(actor.slice_scheduler.run())
