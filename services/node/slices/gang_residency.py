@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from meshrl.common.api.node import (
 from meshrl.common.base.errors import MeshError, StorageFull
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
+from meshrl.common.mesh.runtime.task_groups import run_all
 from meshrl.common.state.pool.workers.process_names import worker_name
 from meshrl.common.state.pool.workers.rows import Gang
 from meshrl.services.node.slices.residency import Residency
@@ -39,8 +41,9 @@ class GangResidency:
         self._workers: tuple[str, ...] = ()  # by rank
         self._record: object = None  # what the cached states depend on
         self._cached: dict[str, ResidencyState] = {}  # by worker; missing: unknown
-        self._prefetches: dict[tuple[str, str], asyncio.Task[None]] = {}  # by instance and holder
-        self._reads: set[asyncio.Task[None]] = set()
+        # by instance: ticket of its request, and the holder beside which its prefetch was ordered
+        self._prefetches: dict[str, tuple[str, str]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # prefetches, and reads of states
 
     def set_gang(self, gang: Gang | None) -> None:
         """Replace the gang's record; forget the states of other workers if it has changed."""
@@ -53,13 +56,13 @@ class GangResidency:
         if record != self._record:
             self._record = record
             self._cached.clear()
+            self._prefetches.clear()
 
     async def close(self) -> None:
         """Cancel all tasks."""
-        tasks = [*self._prefetches.values(), *self._reads]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def is_resident(self, ranks: Collection[int]) -> bool:
         """Return True if all instances are known to be fully resident on the workers of ranks."""
@@ -80,13 +83,14 @@ class GangResidency:
             StorageFull: A worker has no room for the kinds, or for those that must leave.
             ServiceUnavailable: A worker has exited or failed, or exceeded the deadline.
         """
-        limit_s = PREPARE_TIMEOUT_S
-        if None not in self._list_states(request.ranks):
-            estimate_s = self.estimate_switch_s(request)
-            limit_s = min(limit_s, PREPARE_FLOOR_S + PREPARE_FACTOR * estimate_s)
-        order = _build_order(request, request.ticket, computing, waiting, prefetch=False)
         try:
-            return await self._send(request.ranks, order, limit_s)
+            unknown = set(self._list_workers(request.ranks)) - {self._worker, *self._cached}
+            await run_all(self._read_state(worker) for worker in sorted(unknown))
+            if self.is_resident(request.ranks):
+                return []
+            limit_s = PREPARE_FLOOR_S + PREPARE_FACTOR * self.estimate_switch_s(request)
+            order = _build_order(request, request.ticket, computing, waiting, prefetch=False)
+            return await self._send(request.ranks, order, min(limit_s, PREPARE_TIMEOUT_S))
         except StorageFull:
             raise
         except MeshError as error:
@@ -99,27 +103,17 @@ class GangResidency:
     def start_prefetch(
         self, request: SliceRequest, holder: SliceRequest, computing: list[str], waiting: list[str]
     ) -> None:
-        """Start the prefetch of an instance beside a holder, once for each holder's slice.
+        """Start the prefetch of an instance beside a holder, once for each of its requests.
 
         The workers end the prefetch themselves when another order needs the room.
         """
-        key = request.instance, holder.ticket
-        if key in self._prefetches or self.is_resident(request.ranks):
+        key = request.ticket, holder.instance
+        if self._prefetches.get(request.instance) == key or self.is_resident(request.ranks):
             return
-        ticket = f"{request.instance} beside {holder.ticket}"
+        self._prefetches[request.instance] = key
+        ticket = f"{request.ticket} beside {holder.instance}"
         order = _build_order(request, ticket, computing, waiting, prefetch=True)
-        self._prefetches[key] = asyncio.create_task(
-            self._prefetch(request.ranks, order), name=f"prefetch of {request.instance}"
-        )
-
-    def forget_prefetches(self, holders: Collection[str]) -> None:
-        """Forget ended prefetches beside slices that are over.
-
-        `holders` are the tickets of current slices.
-        """
-        for key, task in list(self._prefetches.items()):
-            if key[1] not in holders and task.done():
-                del self._prefetches[key]
+        self._run(self._prefetch(request.ranks, order), f"prefetch of {request.instance}")
 
     async def _prefetch(self, ranks: Collection[int], order: PrepareResidency) -> None:
         try:
@@ -132,18 +126,20 @@ class GangResidency:
     ) -> list[ResidencyReport]:
         """Send an order to the workers of ranks; after an error the others are cancelled."""
         workers = self._list_workers(ranks)
-        clock, what = self._mesh.clock, f"moving the tensors of {order.instance}"
+        reports: dict[str, ResidencyReport] = {}
+
+        async def send_to(worker: str) -> None:
+            reports[worker] = await self._prepare_on(worker, order)
+
         try:
-            async with clock.timeout(limit_s, what), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._prepare_on(one, order)) for one in workers]
-        except* MeshError as errors:
-            raise _first_error(errors) from None
+            async with self._mesh.clock.timeout(limit_s, f"moving the tensors of {order.instance}"):
+                await run_all(send_to(worker) for worker in workers)
         finally:
             for worker in workers:
                 if worker != self._worker:
                     self._cached.pop(worker, None)
-                    self._run(self._read_state(worker), f"residency of {worker}")
-        return [task.result() for task in tasks]
+                    self._run(self._refresh_state(worker), f"residency of {worker}")
+        return list(reports.values())
 
     async def _prepare_on(self, worker: str, order: PrepareResidency) -> ResidencyReport:
         if worker == self._worker:
@@ -152,17 +148,18 @@ class GangResidency:
 
     async def _read_state(self, worker: str) -> None:
         record = self._record
-        try:
-            state = await self._mesh.ref(worker_name(worker)).call(Worker.read_residency, None)
-        except MeshError:  # stays unknown: the next slice there is prepared
-            return
+        state = await self._mesh.ref(worker_name(worker)).call(Worker.read_residency, None)
         if record == self._record:
             self._cached[worker] = state
 
+    async def _refresh_state(self, worker: str) -> None:
+        with contextlib.suppress(MeshError):  # stays unknown: the next preparation reads it
+            await self._read_state(worker)
+
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
-        self._reads.add(task)
-        task.add_done_callback(self._reads.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _list_workers(self, ranks: Collection[int]) -> list[str]:
         return [self._workers[rank] for rank in sorted(ranks)]
@@ -186,8 +183,3 @@ def _build_order(
         prefetch,
         waiting,
     )
-
-
-def _first_error(errors: ExceptionGroup[MeshError]) -> MeshError:
-    first = errors.exceptions[0]
-    return _first_error(first) if isinstance(first, ExceptionGroup) else first

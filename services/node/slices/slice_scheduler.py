@@ -148,7 +148,8 @@ class SliceScheduler:
             with contextlib.ExitStack() as wait_scope:
                 if not future.done():
                     processes = (grant.request.process for grant in self._queue.grants)
-                    holder = next(processes, request.process)
+                    # without a holder this worker prepares a slice
+                    holder = next(processes, self._mesh.name)
                     wait_scope.enter_context(self._mesh.wait("its time slice", on=holder))
                 grant = await future
         except asyncio.CancelledError:
@@ -253,7 +254,6 @@ class SliceScheduler:
         """
         tickets = [grant.request.ticket for grant in self._queue.grants]
         self._history.end_others(tickets, end)
-        self._residency.forget_prefetches(tickets)
         chosen_tickets = {chosen.request.ticket for chosen in self._queue.chosen}
         for ticket in self._preparations.keys() - chosen_tickets:
             self._preparations.pop(ticket).cancel()

@@ -25,6 +25,7 @@ from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.services.node.instances.gpu_memory import GpuMemoryFull
 from meshrl.services.node.slices.gang_residency import PREPARE_FACTOR, PREPARE_FLOOR_S
+from meshrl.services.node.slices.slice_queue import ANTICIPATION_CAP_S
 from meshrl.services.node.slices.slice_scheduler import FAILURE_PAUSE_S
 from meshrl.services.node.slices.switch_costs import (
     LOAD,
@@ -154,12 +155,9 @@ async def test_fully_resident_gang_is_granted_without_orders(stage: Stage) -> No
         residency.bytes = dict.fromkeys(residency.bytes, SIZE)
     await stage.workers()
     (mesh, core), (_, engine) = [await stage.join_instance(i) for i in (1, 0)]
-    await stage.compute("core", core, 0.1)
-    assert len(first.orders) == len(second.orders) == 1  # the other worker was unknown
-    await stage.clock.sleep(1.0)
     await stage.compute("core", core, 0.1, times=5)
     await stage.compute("engine", engine, 0.1, times=5)
-    assert len(first.orders) == len(second.orders) == 1
+    assert first.orders == second.orders == []
     assert all(one.chosen_s == one.granted_s for one in (await explain(mesh)).slices[1:])
 
 
@@ -189,6 +187,24 @@ async def test_failed_preparation_fails_the_request_and_others_go_on(
     second.error = None  # the requester repeats within its bound
     await trains
     assert stage.kills == []
+
+
+@story_on(on_stage)
+async def test_worker_that_exits_in_a_preparation_fails_the_request(stage: Stage) -> None:
+    _, second = tight(stage)
+    second.hangs = True
+    lost, _ = await stage.worker("w1")
+    _, scheduler = await stage.worker("w0")
+    (core, _), (engine, _) = [await stage.join_instance(i) for i in (1, 0)]
+    waiting = asyncio.create_task(
+        core.ref("worker/w0").call(Worker.acquire_slice, request(core, CORE))
+    )
+    await stage.clock.sleep(30.0)
+    await lost.leave()
+    with pytest.raises(ServiceUnavailable, match=f"the tensors of {CORE} are not on"):
+        await waiting
+    await engine.ref("worker/w0").call(Worker.acquire_slice, request(engine, ENGINE))
+    assert scheduler.stats().slice_holders == [ENGINE]
 
 
 @story_on(on_stage)
@@ -261,8 +277,8 @@ async def test_waiting_instance_is_prefetched_beside_the_holder(stage: Stage) ->
     await release(engine, ENGINE)
     began = stage.clock.monotonic()
     await waiting
-    assert len([order for order in first.orders if order.prefetch]) == 1  # once for each slice
-    assert stage.clock.monotonic() - began < SIZE / RATE + 0.5
+    assert len([order for order in first.orders if order.prefetch]) == 1  # once for each request
+    assert stage.clock.monotonic() - began < SIZE / RATE + ANTICIPATION_CAP_S + 0.1
     record = (await explain(core)).slices[-1]
     assert record.instance == CORE and record.granted_s - record.chosen_s <= SIZE / RATE + 0.5
 
