@@ -57,6 +57,8 @@ class AcquireSlice:
     # of `meshrl.common.state.pool.workers.rows.TensorKind`: kinds that must be on the accelerator;
     # empty: all of the instance
     kinds: list[str]
+    # True: the first piece of the function in this process, which may compile kernels for minutes
+    is_first: bool = False
 
 
 @message
@@ -70,6 +72,9 @@ class TimeSlice:
     ticket: int
     duration_s: float
     quantum_s: float
+    switch_s: float = 0.0  # moves of tensors before the slice
+    loaded_bytes: int = 0  # of these, to the accelerators
+    hidden_bytes: int = 0  # of its kinds, loaded by a prefetch while others computed
 
 
 @message

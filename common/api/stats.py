@@ -261,6 +261,9 @@ class SliceStats(Stats):
     granted_slices: int = 0
     killed_slices: int = 0
     slice_holders: Sequence[str] = ()  # instances that have a time slice now
+    slice_switch_s: float = 0.0  # moves of tensors before slices
+    slice_loaded_bytes: int = 0  # of these, to the accelerators
+    slice_hidden_bytes: int = 0  # loaded by prefetches while others computed
     deprecated_keys: ClassVar[Mapping[str, str]] = {
         "granted_slices": "turns",
         "killed_slices": "turns_killed",

@@ -136,8 +136,15 @@ class SliceRecorder:
                 "role": self._mesh.kind,
                 "function": used.function,
                 "parts": [
-                    *("wait", round(1000 * (used.granted_s - used.requested_s), 3)),
-                    *("slice", round(1000 * (used.ended_s - used.granted_s), 3)),
+                    *("wait", _to_ms(used.granted_s - used.switch_s - used.requested_s)),
+                    *("switch", _to_ms(used.switch_s)),
+                    *("slice", _to_ms(used.ended_s - used.granted_s)),
                 ],
+                "loaded_bytes": used.loaded_bytes,
+                "hidden_bytes": used.hidden_bytes,
             }
         )
+
+
+def _to_ms(seconds: float) -> float:
+    return round(1000 * max(0.0, seconds), 3)

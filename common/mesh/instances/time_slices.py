@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from meshrl.common.api.calls.interface import Call
-from meshrl.common.api.node import AcquireSlice, ReleaseSlice, Worker
+from meshrl.common.api.node import AcquireSlice, ReleaseSlice, TimeSlice, Worker
 from meshrl.common.base.errors import DeadlineExceeded, MeshError, Refused
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import RetryPolicy
@@ -38,6 +38,9 @@ class UsedSlice:
     requested_s: float
     granted_s: float
     ended_s: float
+    switch_s: float = 0.0  # of the wait: moves of its tensors
+    loaded_bytes: int = 0  # moved to the accelerators then
+    hidden_bytes: int = 0  # moved there before, while others computed
 
 
 class SliceClient:
@@ -59,7 +62,8 @@ class SliceClient:
         self._all_sliced = asyncio.Event()
         self._all_sliced.set()
         self._longest_s: dict[str, float] = {}  # decaying maximum by function
-        self._requested_s: dict[int, float] = {}  # by ticket, until its release
+        # time of the request and answer, by ticket until its release
+        self._granted: dict[int, tuple[float, TimeSlice]] = {}
         self.profile = ProfileRecorder()
         self.on_release: Callable[[UsedSlice], None] = lambda _: None
         self._release_task: asyncio.Task[None] | None = None
@@ -67,6 +71,7 @@ class SliceClient:
         self.quantum_s = 0.0  # of the last time slice: see `TimeSlice`
         self.slice_count, self.wait_time_s, self.run_time_s = 0, 0.0, 0.0
         self._run_time_by_function: dict[str, float] = {}
+        self._switch_time_s, self._loaded_bytes, self._hidden_bytes = 0.0, 0, 0
 
     def stats(self) -> dict[str, Any]:
         """Return counts and seconds of time slices so far; `slice_s` by function."""
@@ -78,6 +83,9 @@ class SliceClient:
                 function: round(seconds, 3)
                 for function, seconds in self._run_time_by_function.items()
             },
+            "slice_switch_s": round(self._switch_time_s, 3),
+            "slice_loaded_bytes": self._loaded_bytes,
+            "slice_hidden_bytes": self._hidden_bytes,
         }
 
     def estimate_s(self, function: str) -> float:
@@ -178,6 +186,7 @@ class SliceClient:
             function=function,
             estimate_s=max(estimate_s, self.estimate_s(function)),
             kinds=list(kinds),
+            is_first=function not in self._longest_s,
         )
         try:
             granted = await self._call_scheduler(Worker.acquire_slice, request)
@@ -188,7 +197,10 @@ class SliceClient:
         finally:
             self.wait_time_s += clock.monotonic() - began
         self.slice_count += 1
-        self._requested_s[request.ticket] = began
+        self._granted[request.ticket] = began, granted
+        self._switch_time_s += granted.switch_s
+        self._loaded_bytes += granted.loaded_bytes
+        self._hidden_bytes += granted.hidden_bytes
         return request.ticket
 
     def release_slice(self, ticket: int, function: str, duration_s: float) -> None:
@@ -197,10 +209,11 @@ class SliceClient:
         self.run_time_s += duration_s
         of = self._run_time_by_function
         of[function] = of.get(function, 0.0) + duration_s
-        requested = self._requested_s.pop(ticket, ended - duration_s)
+        requested, granted = self._granted.pop(ticket)
         self.add_piece(function, requested, duration_s, ended)
         self._release_in_background(ticket)
-        self.on_release(UsedSlice(function, requested, ended - duration_s, ended))
+        moves = granted.switch_s, granted.loaded_bytes, granted.hidden_bytes
+        self.on_release(UsedSlice(function, requested, ended - duration_s, ended, *moves))
 
     def add_piece(
         self, function: str, requested_s: float, duration_s: float, ended_s: float

@@ -13,6 +13,7 @@ from meshrl.common.api.node import (
     SliceRecord,
 )
 from meshrl.common.base.clock import Clock
+from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.services.node.slices.slice_queue import Decision, SliceGrant
 
 DECISIONS, SLICES = 64, 256  # retained ones
@@ -27,6 +28,7 @@ class SliceHistory:
         self._slices: deque[SliceRecord] = deque(maxlen=SLICES)
         self._running: dict[str, SliceRecord] = {}  # by ticket
         self._count = 0
+        self.switch_s, self.loaded_bytes, self.hidden_bytes = 0.0, 0, 0
 
     def add_decision(self, decision: Decision) -> None:
         """Add a decision; the oldest beyond the retained ones is dropped."""
@@ -36,7 +38,7 @@ class SliceHistory:
         """Record the begin of a slice, with the moves of tensors before it."""
         self._count += 1
         request, offset_s = grant.request, self._wall_offset_s()
-        self._running[request.ticket] = SliceRecord(
+        record = self._running[request.ticket] = SliceRecord(
             number=self._count,
             instance=request.instance,
             job=job,
@@ -50,6 +52,14 @@ class SliceHistory:
             moves=[move for report in reports for move in report.moves],
             hidden_bytes=sum(report.prefetched_bytes for report in reports),
         )
+        self.switch_s += grant.granted_at - grant.chosen_at
+        self.loaded_bytes += _count_loaded_bytes(record)
+        self.hidden_bytes += record.hidden_bytes
+
+    def count_moved_bytes(self, ticket: str) -> tuple[int, int]:
+        """Return the bytes that a running slice had loaded before it, and those of prefetches."""
+        record = self._running.get(ticket)
+        return (_count_loaded_bytes(record), record.hidden_bytes) if record is not None else (0, 0)
 
     def end_others(self, running: Collection[str], end: str) -> None:
         """Record the end of the slices without a ticket in `running`; `end` is the reason."""
@@ -70,6 +80,10 @@ class SliceHistory:
 
     def _wall_offset_s(self) -> float:
         return self._clock.wall() - self._clock.monotonic()
+
+
+def _count_loaded_bytes(record: SliceRecord) -> int:
+    return sum(move.size_bytes for move in record.moves if move.target == Tier.ACCELERATOR)
 
 
 def _describe(decision: Decision, wall_offset_s: float) -> SliceDecision:

@@ -24,6 +24,7 @@ class SliceRequest:
     estimate_s: float  # 0: unknown
     ranks: frozenset[int]  # all ranks of the instance
     kinds: tuple[str, ...] = ()  # tensor kinds that it needs on the accelerator; none: all
+    is_first: bool = False  # of the function in its process: it may compile kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,13 +50,15 @@ class SliceLimits:
     factor: float = 8.0  # times the estimate: other bins are longer, and hosts are shared
     floor_s: float = 15.0  # a busy host delays even the shortest operation by seconds
     cap_s: float = 3600.0  # the deadline of one computation
-    default_s: float = 600.0  # without an estimate: a first operation may compile its kernels
+    default_s: float = 600.0  # without an estimate, and at least for a first operation
 
-    def compute_limit_s(self, estimate_s: float) -> float:
-        """Return the seconds that a slice may last; `estimate_s` 0: unknown."""
-        if estimate_s <= 0.0:
-            return min(self.default_s, self.cap_s)
-        return min(max(self.floor_s, self.factor * estimate_s), self.cap_s)
+    def compute_limit_s(self, estimate_s: float, *, is_first: bool = False) -> float:
+        """Return the seconds that a slice may last; `estimate_s` 0: unknown.
+
+        `is_first`: the process may compile the function's kernels, whatever the estimate.
+        """
+        floor_s = self.default_s if is_first or estimate_s <= 0.0 else self.floor_s
+        return min(max(floor_s, self.factor * estimate_s), self.cap_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,7 @@ class SliceQueue:
         """Begin the slice of a chosen request."""
         chosen = self._chosen.pop(ticket)
         request = chosen.request
-        limit_s = self._limits.compute_limit_s(request.estimate_s)
+        limit_s = self._limits.compute_limit_s(request.estimate_s, is_first=request.is_first)
         grant = SliceGrant(request, chosen.requested_at, chosen.chosen_at, now, now + limit_s)
         self._grants[ticket] = grant
         return grant

@@ -90,7 +90,9 @@ class SliceScheduler:
         slices.
         """
         holders = [holders.request.instance for holders in self._queue.grants]
-        return SliceStats(self.granted_count, self.killed_count, holders)
+        moved = self._history.loaded_bytes, self._history.hidden_bytes
+        switch_s = round(self._history.switch_s, 3)
+        return SliceStats(self.granted_count, self.killed_count, holders, switch_s, *moved)
 
     def set_policy(self, name: str) -> None:
         """Order requests by another policy from now on; see `pool.slice_policy`."""
@@ -162,7 +164,9 @@ class SliceScheduler:
                 del self._pending_grants[key]
         now = clock.monotonic()
         quantum_s = self._queue.compute_quantum_s(slice_request, now)
-        return TimeSlice(request.ticket, grant.deadline - now, quantum_s)
+        switch_s = grant.granted_at - grant.chosen_at
+        moved = self._history.count_moved_bytes(slice_request.ticket)
+        return TimeSlice(request.ticket, grant.deadline - now, quantum_s, switch_s, *moved)
 
     def explain(self, request: ExplainSlices) -> SliceExplanation:
         """Return the recent decisions and slices of this worker's gang."""
@@ -240,6 +244,7 @@ class SliceScheduler:
                     request.estimate_s,
                     frozenset(instance.ranks),
                     tuple(request.kinds),
+                    request.is_first,
                 )
         raise ServiceUnavailable(
             f"generation {request.generation} of instance {request.instance} is not on record",

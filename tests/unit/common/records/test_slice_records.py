@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from meshrl.common.base.errors import Fenced
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig, TrackingConfig
-from meshrl.common.mesh.instances.time_slices import SliceClient
+from meshrl.common.mesh.instances.time_slices import SliceClient, UsedSlice
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.records.line_files import TraceWriter
 from meshrl.common.records.slice_records import WRITE_INTERVAL_S, SliceRecorder
@@ -140,10 +141,12 @@ async def test_released_slice_is_traced_with_its_wait(
     await recorder.start()
     began = clock.wall()
     await clock.sleep(3.0)
-    time_slices.release_slice(1, "sync", 2.0)
+    used = UsedSlice("sync", clock.monotonic() - 3.0, clock.monotonic() - 2.0, clock.monotonic())
+    time_slices.on_release(replace(used, switch_s=0.25, loaded_bytes=8, hidden_bytes=4))
     await recorder.close()
     rows = (tmp_path / "trace" / "slices-g0.1.jsonl").read_text().splitlines()
     [row] = [json.loads(line) for line in rows]
-    assert row["at"] == pytest.approx(began + 1.0)
-    assert row["parts"] == ["wait", 0.0, "slice", 2000.0]
+    assert row["at"] == pytest.approx(began)
+    assert row["parts"] == ["wait", 750.0, "switch", 250.0, "slice", 2000.0]
+    assert (row["loaded_bytes"], row["hidden_bytes"]) == (8, 4)
     assert (row["gang"], row["instance"], row["function"]) == ("g0", "g0.1", "sync")

@@ -62,6 +62,8 @@ def test_single_rank_requests_do_not_starve_a_request_for_all_ranks() -> None:
 
 def test_deadline_follows_the_estimate_between_floor_and_cap() -> None:
     assert [LEASES.compute_limit_s(e) for e in (0.0, 0.1, 3.0, 90.0)] == [5.0, 1.0, 6.0, 10.0]
+    firsts = [LEASES.compute_limit_s(e, is_first=True) for e in (0.0, 0.1, 3.0, 90.0)]
+    assert firsts == [5.0, 5.0, 6.0, 10.0]
 
 
 def test_overdue_holder_keeps_its_ranks_until_it_is_dead() -> None:
