@@ -22,12 +22,13 @@ PREPARE_TIMEOUT_S = 900.0  # to move about 100 GB to and from a disk
 
 @message
 class CreateSegment:
-    """Request for a segment of `size_bytes` zero bytes; an earlier one of the same key is removed.
+    """Request for a segment; a complete one of the same key stays until `commit_segment`.
 
-    StorageFull if the worker's budget, or the host, has no space for it.
+    It has zeros, or old content of the same process. StorageFull if the worker's budget, or the
+    host, has no space for it beside the other segments.
     """
 
-    key: str  # names the instance's process
+    key: str  # names the instance's process and the kind of its tensors
     size_bytes: int
 
 
@@ -226,8 +227,11 @@ class Worker(Interface):
 
     notify_change = Cast(ChangeHint)
     create_segment = Call(CreateSegment, SegmentLocation, deadline_s=30.0, idempotent=True)
-    # By the key of the process. Deleting a missing segment is not an error.
+    # By key. `commit` replaces the earlier segment by the created one, `discard` deletes that.
+    # Discarding or deleting a missing segment is not an error.
+    commit_segment = Call(str, NoneType, deadline_s=10.0, idempotent=True)
     find_segment = Call(str, SegmentLocation, deadline_s=10.0, idempotent=True)
+    discard_segment = Call(str, NoneType, deadline_s=10.0, idempotent=True)
     delete_segment = Call(str, NoneType, deadline_s=10.0, idempotent=True)
     acquire_slice = Call(AcquireSlice, TimeSlice, deadline_s=SLICE_WAIT_TIMEOUT_S, idempotent=True)
     release_slice = Call(ReleaseSlice, NoneType, deadline_s=10.0, idempotent=True)

@@ -2,13 +2,14 @@
 
 Usage:
 
-    python -m loadtests.sleep_wake [--rounds 7] [--large-rounds 3] [--no-speed] [--no-run]
+    python -m loadtests.sleep_wake [--medium-rounds 7] [--large-rounds 3] [--no-speed] [--no-run]
 
-`speed`: a learner of 0.3M and one of 200M parameters (weights and both moments, float32) goes to
-`memory` and to `disk` and back, by Settle, beside copying as many bytes (`memcpy`: between pages
-that are there; `memcpy_fresh`: into a new segment, whose pages the kernel clears first) and beside
-`dd` on the same file system. What is read from the disk is dropped from the page cache before. Arms
-take turns in an order that rotates; seconds are medians.
+`speed`: learners of 0.3M, 18M (0.2 GB) and 148M parameters (1.8 GB: weights and both moments,
+float32) go to `memory` and to `disk` and back, by Settle, beside copying as many bytes (`memcpy`:
+between pages that are there; `memcpy_fresh`: into a new segment, whose pages the kernel clears
+first) and beside `dd` on the same file system. What is read from the disk is dropped from the page
+cache before. Arms take turns in an order that rotates, after one turn that does not count; seconds
+are medians. `*_over_memcpy` and `*_over_dd` are speeds over those of the peers.
 
 `run`: the job of loadtests.replay (deterministic, no staleness, no helpers) undisturbed, and with a
 core that sleeps in memory and on disk, and moves between the two, after each step; and one whose
@@ -16,7 +17,7 @@ core is killed while it sleeps, in memory and on disk, and goes on from what it 
 it is absent, from a checkpoint of that very step.
 
 Prints one flat JSON object, in which figures of `speed` begin with the size of their model, such
-as `200M_disk_wake_s`; exit status 1 unless the manifests of all steps are equal.
+as `148M_disk_wake_s`; exit status 1 unless the manifests of all steps are equal.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from loadtests.replay import runs as replay
 from meshrl.common.api.calls.interface import Interface
 from meshrl.common.api.calls.role import SetTier
 from meshrl.common.api.node import Worker
-from meshrl.common.base.files.offloaded_tensors import MemorySegment
+from meshrl.common.base.files.offload_media import MemorySegment
 from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
-from meshrl.common.mesh.instances.tiers import RestoreTensors, SaveTensors, TierController
+from meshrl.common.mesh.instances.tiers import TierController
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.state.pool.workers.rows import Tier
@@ -63,7 +64,15 @@ DD_BYTES = 1 << 20  # of its blocks
 DEATHS = ("memory@3", "absent@5", "disk@6")
 LLAMA: dict[str, Any] = {"architecture": "llama", "tie_embeddings": True, "max_positions": 512}
 SMALL = shape(96, 3, 224, 64, (4, 4), **LLAMA)
-LARGE = shape(1024, 13, 2816, 32000, (16, 16), **LLAMA)
+MEDIUM = shape(512, 5, 1408, 4096, (8, 8), **LLAMA)
+LARGE = shape(1024, 9, 2816, 32000, (16, 16), **LLAMA)
+# speeds of the first over those of the second
+RATIOS = (
+    ("memory_sleep", "memcpy"),
+    ("memory_wake", "memcpy"),
+    ("disk_sleep", "dd_write"),
+    ("disk_wake", "dd_read"),
+)
 
 
 class SegmentCalls(Interface):
@@ -92,15 +101,11 @@ class CoreAlone:
     def __init__(self, compute: GangCompute) -> None:
         self._compute = compute
 
-    @property
-    def size_bytes(self) -> int:
-        return self._compute.size_bytes
+    async def sleep(self, tier: Tier) -> None:
+        await self._compute.sleep(lambda: {"tier": tier}, tier)
 
-    async def sleep(self, save: SaveTensors) -> None:
-        await self._compute.sleep(lambda: {"tier": "memory"}, save)
-
-    async def wake(self, restore: RestoreTensors) -> None:
-        await self._compute.wake(restore)
+    async def wake(self) -> None:
+        await self._compute.wake()
 
     async def move(self, tier: Tier) -> None:
         """Do nothing: no other process retains state."""
@@ -143,16 +148,15 @@ async def speed(model: ModelConfig, rounds: int, directory: Path) -> dict[str, A
         decoder = Decoder(model)
         decoder.initialise(torch.Generator().manual_seed(0))
         learner = Learner(decoder, OptimizerConfig(), AlgorithmConfig())
-        tiers = TierController(
-            process, CoreAlone(GangCompute(process, "j", Rank.for_single_rank(learner)))
-        )
+        compute = GangCompute(process, "j", Rank.for_single_rank(learner))
+        tiers = TierController(process, CoreAlone(compute), compute.kinds)
         sleepy, size = Sleepy(tiers, directory), learner.size_bytes
         found = await arms(sleepy, size, rounds, directory)
-        before = psutil.Process().memory_info().rss
+        before = psutil.virtual_memory().available
         await sleepy.to(Tier.DISK)
-        released = before - psutil.Process().memory_info().rss
+        released = psutil.virtual_memory().available - before
         await sleepy.to(Tier.ACCELERATOR)
-        found |= {"parameters": learner.parameter_count, "bytes": size, "rss_released": released}
+        found |= {"parameters": learner.parameter_count, "bytes": size, "released": released}
         await process.leave()
         await worker.leave()
     return found
@@ -184,7 +188,7 @@ async def arms(sleepy: Sleepy, size: int, rounds: int, directory: Path) -> dict[
         os.ftruncate(descriptor, size)
         medium = MemorySegment(f"/proc/self/fd/{descriptor}")
         with noted(took, "memcpy_fresh"):  # no page of it is there
-            medium.write_at(0, source)
+            medium.open_chunk(0, size)[:] = source
         medium.close()
         os.close(descriptor)
 
@@ -197,9 +201,15 @@ async def arms(sleepy: Sleepy, size: int, rounds: int, directory: Path) -> dict[
         scratch.unlink()
 
     every: list[Callable[[], Awaitable[None]]] = [memory, memcpy, disk, disk_dump]
+    for arm in every:
+        await arm()
+    took.clear()
     for arm in turns(every, rounds):
         await arm()
     found: dict[str, Any] = {"cold": all(cold)}
+    for arm_name, peer in RATIOS:
+        ratio = statistics.median(took[peer]) / statistics.median(took[arm_name])
+        found[f"{arm_name}_over_{peer.partition('_')[0]}"] = round(ratio, 3)
     for name, seconds in took.items():
         median = statistics.median(seconds)
         found |= {f"{name}_s": round(median, 5), f"{name}_gb_s": round(size / median / 1e9, 3)}
@@ -233,6 +243,7 @@ def main() -> int:
     parser = options(
         __doc__,
         rounds=7,
+        medium_rounds=7,
         large_rounds=3,
         no_speed=False,
         no_run=False,
@@ -246,7 +257,11 @@ def main() -> int:
     result: dict[str, Any] = {"load": os.getloadavg()[0], "steal_s": -psutil.cpu_times().steal}
     with tempfile.TemporaryDirectory(prefix="meshrl-", dir=a.directory) as scratch:
         if not a.no_speed:
-            sizes = {"0.3M": (SMALL, a.rounds), "200M": (LARGE, a.large_rounds)}
+            sizes = {
+                "0.3M": (SMALL, a.rounds),
+                "18M": (MEDIUM, a.medium_rounds),
+                "148M": (LARGE, a.large_rounds),
+            }
             with redirect_stdout(sys.stderr):  # the log
                 for name, (model, rounds) in sizes.items():
                     if rounds:

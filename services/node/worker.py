@@ -102,6 +102,7 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
         while True:
             with contextlib.suppress(StateUnavailable, DeadlineExceeded):
                 await self._poll_record()
+            self.segments.release_unused()
             with contextlib.suppress(DeadlineExceeded):
                 async with self._mesh.clock.timeout(POLL_S, "waiting for a hint"):
                     await self._wakeup.wait()

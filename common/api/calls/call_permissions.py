@@ -76,7 +76,7 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "Worker": {
         "notify_change": ("planner",),  # its gang's record has changed
         # its role processes offload their tensors there
-        "create_segment find_segment delete_segment": _INSTANCES,
+        "create_segment commit_segment find_segment discard_segment delete_segment": _INSTANCES,
         # of rank 0's worker; a worker makes room for an instance that starts
         "acquire_slice release_slice": (*_INSTANCES, "worker"),
         "prepare_residency read_residency": ("worker",),  # rank 0's worker

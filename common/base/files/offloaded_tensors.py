@@ -1,57 +1,83 @@
-"""Tensors in a memory segment or a file while their process sleeps.
+"""Tensors of one kind in a memory segment or a file while they are not on the accelerator.
 
-A header names them, with a checksum of each. The commit mark, a checksum of the header, is written
-last. So a half-written copy never counts as complete, and later changes are detected.
+A header names the tensors. Their bytes follow as one run in chunks with a checksum each. The commit
+mark, a checksum of the header, is written last. So a half-written copy never counts as complete,
+and later changes are detected.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import repeat
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.common.base.checksum import CHECKSUM_BYTES, Checksum, Checksummer, compute_checksum
-from meshrl.common.base.errors import CorruptData, Refused, StorageFull
-from meshrl.common.base.files.append_file import DISK_FULL_ERRNOS
-from meshrl.common.base.files.disk_sync import fsync, fsync_path
+from meshrl.common.base.errors import CorruptData, Refused
 
 Octets = NDArray[np.uint8]
-MAGIC = b"MeshKept"
-COMMIT_MARK = slice(16, 32)
-HEADER_BYTES = 32  # magic, length of the description, mark
-ALIGN_BYTES = 64  # a cache line, and the widest vector
-READAHEAD_BYTES = 16 << 20  # of a file, read ahead of requests
+MAGIC = b"MeshKep2"
+OLD_MAGIC = b"MeshKept"  # one file for all kinds, with a checksum of each tensor
+FIXED_HEADER_BYTES = 32  # magic, length of the description, commit mark
+ALIGN_BYTES = 64  # of a tensor: a cache line, and the widest vector
+BLOCK_BYTES = 4096  # of a disk: direct access needs offsets and lengths that are multiples
 COPIES_BYTES = "copies_bytes"  # key in the metadata of a record: bytes of the copies that it names
-PIECE_BYTES = 1 << 20  # copied and summed at a time, so that it fits in a core's cache
+CHUNK_BYTES = 4 << 20  # copied between two checks for a cancellation; a multiple of BLOCK_BYTES
+PIECE_BYTES = 1 << 20  # copied and summed at a time, so that it stays in a core's cache
+
+
+class CopyCancelled(Refused):
+    """Error raised when a copy was cancelled between two chunks."""
+
+    code = "copy_cancelled"
+
+
+class Cancellation:
+    """Request to end a copy between two chunks."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+
+    def request(self) -> None:
+        """Request the end. Idempotent."""
+        self.is_requested = True
+
+    def check(self) -> None:
+        """Raise CopyCancelled if the end was requested."""
+        if self.is_requested:
+            raise CopyCancelled("the copy was cancelled")
 
 
 class OffloadSource(Protocol):
-    """Named byte ranges of a sleeping process."""
+    """Named byte ranges of a process."""
 
     @property
     def sizes_bytes(self) -> Mapping[str, int]:
         """Size of each in bytes."""
 
-    def read(self, name: str, start: int, end: int) -> Octets:
-        """Return bytes [start, end) of one, as a view where possible."""
+    def read_into(self, name: str, start: int, out: Octets) -> None:
+        """Copy the bytes from `start` of one to host memory. Several threads call this."""
 
 
-class OffloadTarget(OffloadSource, Protocol):
+class OffloadTarget(Protocol):
     """Named byte ranges that can be restored."""
 
+    @property
+    def sizes_bytes(self) -> Mapping[str, int]:
+        """Size of each in bytes."""
+
     def write(self, name: str, start: int, piece: Octets) -> None:
-        """Write bytes back to their place."""
+        """Write bytes to their place, and return when they are read. Several threads call this."""
 
 
 class OffloadMedium(Protocol):
-    """Storage for tensors during sleep."""
+    """Storage of one copy. Several threads access different chunks."""
 
     @property
     def location(self) -> str:
@@ -61,263 +87,261 @@ class OffloadMedium(Protocol):
     def size_bytes(self) -> int:
         """Capacity or content in bytes."""
 
-    def write_at(self, offset: int, piece: Octets) -> None:
-        """Write bytes."""
+    @property
+    def thread_count(self) -> int:
+        """Number of threads that copy chunks at a time."""
 
-    def read_at(self, offset: int, count: int) -> Octets:
-        """Read bytes; return fewer at the end."""
+    def open_chunk(self, offset: int, count: int) -> Octets:
+        """Return memory for the new content of a range, valid until the thread's next call."""
+
+    def write_chunk(self, offset: int, chunk: Octets) -> None:
+        """Write memory that `open_chunk` has returned."""
+
+    def read_chunk(self, offset: int, count: int) -> Octets:
+        """Read a range, valid until the thread's next call; return fewer bytes at the end."""
 
     def flush(self) -> None:
-        """Flush: return once written bytes are as durable as the medium allows."""
+        """Return once written bytes are as durable as the medium allows."""
 
     def close(self) -> None:
         """Close the medium; its content stays."""
 
 
 @dataclass(frozen=True)
+class Span:
+    """Part of a tensor within a chunk."""
+
+    name: str
+    start: int  # in the tensor
+    offset: int  # in the chunk
+    count: int
+
+
+@dataclass(frozen=True)
 class OffloadHeader:
     """Content of a medium, according to its header."""
 
-    metadata: dict[str, Any]  # metadata of the sleeping process
+    metadata: dict[str, Any]  # metadata of the process
     sizes_bytes: Mapping[str, int]
-    offsets: Mapping[str, int]
-    checksums: Mapping[str, Checksum]
+    data_offset: int  # of the first chunk
+    data_bytes: int
+    checksums: tuple[Checksum, ...]  # of the chunks
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the medium."""
+        return self.data_offset + _round_up(self.data_bytes, BLOCK_BYTES)
+
+
+def _round_up(size: int, unit: int) -> int:
+    return size + -size % unit
 
 
 def _encode_description(metadata: Mapping[str, Any], sizes: Mapping[str, int]) -> bytes:
     return json.dumps({"about": metadata, "sizes": list(sizes.items())}).encode()
 
 
-def _compute_offsets(description: int, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Return the offset of each tensor, and the end of the last."""
-    found, at = {}, HEADER_BYTES + description + CHECKSUM_BYTES * len(sizes)
-    for name, size in sizes.items():
-        at += -at % ALIGN_BYTES
-        found[name] = at
-        at += size
-    return found, at
+def _compute_data_bytes(sizes: Mapping[str, int]) -> int:
+    return sum(_round_up(size, ALIGN_BYTES) for size in sizes.values())
+
+
+def _compute_data_offset(description_bytes: int, data_bytes: int) -> int:
+    count = -(-data_bytes // CHUNK_BYTES)
+    return _round_up(FIXED_HEADER_BYTES + description_bytes + CHECKSUM_BYTES * count, BLOCK_BYTES)
 
 
 def compute_size_bytes(metadata: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
     """Return the required size of a medium in bytes."""
-    return _compute_offsets(len(_encode_description(metadata, sizes)), sizes)[1]
+    data_bytes = _compute_data_bytes(sizes)
+    description = _encode_description(metadata, sizes)
+    return _compute_data_offset(len(description), data_bytes) + _round_up(data_bytes, BLOCK_BYTES)
 
 
-def offload(medium: OffloadMedium, metadata: Mapping[str, Any], source: OffloadSource) -> None:
+def _list_chunks(sizes: Mapping[str, int]) -> list[list[Span]]:
+    """Cut the run of all tensors into chunks; a span is at most a piece."""
+    chunks: list[list[Span]] = [[] for _ in range(-(-_compute_data_bytes(sizes) // CHUNK_BYTES))]
+    at = 0
+    for name, size in sizes.items():
+        start = 0
+        while start < size:
+            number, offset = divmod(at + start, CHUNK_BYTES)
+            count = min(size - start, CHUNK_BYTES - offset, PIECE_BYTES)
+            chunks[number].append(Span(name, start, offset, count))
+            start += count
+        at += _round_up(size, ALIGN_BYTES)
+    return chunks
+
+
+def offload(
+    medium: OffloadMedium,
+    metadata: Mapping[str, Any],
+    source: OffloadSource,
+    cancel: Cancellation | None = None,
+) -> OffloadHeader:
     """Write all of `source` to the medium, and the commit mark last. `metadata` is JSON.
 
-    Raises StorageFull without space, and then leaves nothing readable.
+    Raises StorageFull without space, or CopyCancelled, and then leaves nothing readable.
     """
-    description = _encode_description(metadata, source.sizes_bytes)
-    offsets, _ = _compute_offsets(len(description), source.sizes_bytes)
-    checksums = b""
-    for name in source.sizes_bytes:
-        summed = Checksummer()
-        for start, end in _split_pieces(source.sizes_bytes[name]):
-            piece = source.read(name, start, end)
+    sizes = dict(source.sizes_bytes)
+    description, chunks = _encode_description(metadata, sizes), _list_chunks(sizes)
+    data_bytes = _compute_data_bytes(sizes)
+    data_offset = _compute_data_offset(len(description), data_bytes)
+    checksums = [Checksum(b"")] * len(chunks)
+
+    def copy(number: int) -> None:
+        offset = data_offset + number * CHUNK_BYTES
+        count = min(CHUNK_BYTES, data_bytes - number * CHUNK_BYTES)
+        chunk, summed = medium.open_chunk(offset, count), Checksummer()
+        for span in chunks[number]:
+            piece = chunk[span.offset : span.offset + span.count]
+            source.read_into(span.name, span.start, piece)
             summed.update(piece.data)
-            medium.write_at(offsets[name] + start, piece)
-        checksums += summed.checksum
+        medium.write_chunk(offset, chunk)
+        checksums[number] = summed.checksum
+
+    _write_header(medium, b"", data_offset)
+    _run_chunks(copy, len(chunks), medium.thread_count, cancel)
+    table = b"".join(checksums)
+    mark = compute_checksum(description + table)
     length = len(description).to_bytes(8, "little")
-    medium.write_at(0, _as_array(MAGIC + length + bytes(CHECKSUM_BYTES) + description + checksums))
+    _write_header(medium, MAGIC + length + mark + description + table, data_offset)
     medium.flush()
-    medium.write_at(COMMIT_MARK.start, _as_array(compute_checksum(description + checksums)))
-    medium.flush()
+    return OffloadHeader(dict(metadata), sizes, data_offset, data_bytes, tuple(checksums))
+
+
+def _write_header(medium: OffloadMedium, content: bytes, data_offset: int) -> None:
+    """Write a header; an empty one removes the commit mark of earlier content."""
+    header = medium.open_chunk(0, data_offset)
+    header[:] = 0
+    header[: len(content)] = np.frombuffer(content, np.uint8)
+    medium.write_chunk(0, header)
 
 
 def read_header(medium: OffloadMedium) -> OffloadHeader:
     """Read the header of a medium; raise CorruptData if the content is incomplete."""
-    first = medium.read_at(0, HEADER_BYTES).tobytes()
+    first = medium.read_chunk(0, FIXED_HEADER_BYTES).tobytes()
     length = int.from_bytes(first[8:16], "little")
-    if first[:8] != MAGIC or len(first) < HEADER_BYTES or length > medium.size_bytes:
+    if first[:8] == OLD_MAGIC:
+        raise CorruptData("an earlier version of MeshRL has written it", where=medium.location)
+    if first[:8] != MAGIC or len(first) < FIXED_HEADER_BYTES or length > medium.size_bytes:
         raise CorruptData("no complete offloaded state is there", where=medium.location)
-    description = medium.read_at(HEADER_BYTES, length).tobytes()
+    description = medium.read_chunk(FIXED_HEADER_BYTES, length).tobytes()
     try:
-        header = json.loads(description)
-        sizes = {str(name): int(size) for name, size in header["sizes"]}
+        found = json.loads(description)
+        sizes = {str(name): int(size) for name, size in found["sizes"]}
+        data_bytes = _compute_data_bytes(sizes)
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptData("its header is invalid", where=medium.location) from error
-    table = medium.read_at(HEADER_BYTES + length, CHECKSUM_BYTES * len(sizes)).tobytes()
-    if compute_checksum(description + table) != first[COMMIT_MARK]:
+    count = -(-data_bytes // CHUNK_BYTES)
+    if min(sizes.values(), default=0) < 0 or CHECKSUM_BYTES * count > medium.size_bytes:
+        raise CorruptData("its header is invalid", where=medium.location)
+    table = medium.read_chunk(FIXED_HEADER_BYTES + length, CHECKSUM_BYTES * count).tobytes()
+    if compute_checksum(description + table) != first[16:FIXED_HEADER_BYTES]:
         raise CorruptData("it was not written completely", where=medium.location)
-    offsets, end = _compute_offsets(length, sizes)
-    if end > medium.size_bytes:
-        raise CorruptData(f"it has {medium.size_bytes} of {end} bytes", where=medium.location)
-    cut = [Checksum(table[i : i + CHECKSUM_BYTES]) for i in range(0, len(table), CHECKSUM_BYTES)]
-    return OffloadHeader(header["about"], sizes, offsets, dict(zip(sizes, cut, strict=True)))
-
-
-def restore(medium: OffloadMedium, header: OffloadHeader, target: OffloadTarget) -> None:
-    """Write the medium's tensors that `target` names back to it.
-
-    Raises CorruptData if bytes have changed; the caller must then discard what was written.
-    """
-    for name, size in target.sizes_bytes.items():
-        if header.sizes_bytes.get(name) != size:
-            raise CorruptData(f"{name} of {size} bytes is missing", where=medium.location)
-        summed = Checksummer()
-        for start, end in _split_pieces(size):
-            piece = medium.read_at(header.offsets[name] + start, end - start)
-            summed.update(piece.data)
-            target.write(name, start, piece)
-        if summed.checksum != header.checksums[name]:
-            raise CorruptData(f"{name} does not match its checksum", where=medium.location)
-
-
-class MediumSource:
-    """Content of one medium as the source of another."""
-
-    def __init__(self, medium: OffloadMedium, header: OffloadHeader) -> None:
-        self._medium, self._header, self.sizes_bytes = medium, header, header.sizes_bytes
-
-    def read(self, name: str, start: int, end: int) -> Octets:
-        """Read bytes of one tensor from the medium."""
-        return self._medium.read_at(self._header.offsets[name] + start, end - start)
-
-
-def copy_offload(source: OffloadMedium, target: OffloadMedium) -> OffloadHeader:
-    """Copy the content of one medium to another.
-
-    Raises CorruptData if it has changed, and then leaves no complete content.
-    """
-    head = read_header(source)
-    offload(target, head.metadata, MediumSource(source, head))
-    copy = read_header(target)
-    if copy.checksums != head.checksums:
-        target.write_at(COMMIT_MARK.start, _as_array(bytes(CHECKSUM_BYTES)))
-        raise CorruptData("its content does not match its checksums", where=source.location)
-    return copy
-
-
-def _split_pieces(size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, size, PIECE_BYTES):
-        yield start, min(size, start + PIECE_BYTES)
-
-
-def _as_array(content: bytes) -> Octets:
-    return np.frombuffer(content, np.uint8)
-
-
-def make_segment_name(process: str) -> str:
-    """Return the name of a process's memory segment."""
-    return process.replace("/", "-")
-
-
-class MemorySegment:
-    """Memory segment of another process, opened by its path."""
-
-    def __init__(self, path: str, process: str = "") -> None:
-        """Open a segment that is for the tensors of `process`.
-
-        Raises Refused, and writes nothing, if it is for another process or no segment.
-        """
-        self.location = path
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            found = os.readlink(f"/proc/self/fd/{descriptor}")
-            if process and found != f"/memfd:{make_segment_name(process)} (deleted)":
-                raise Refused(f"{found} is not a segment of {process}", where=path)
-            self.size_bytes = os.fstat(descriptor).st_size
-            mapped = mmap.mmap(descriptor, self.size_bytes)
-        finally:
-            os.close(descriptor)
-        self._bytes = np.frombuffer(mapped, np.uint8)
-
-    def write_at(self, offset: int, piece: Octets) -> None:
-        """Copy bytes to the segment, visible to all processes that map it."""
-        self._bytes[offset : offset + len(piece)] = piece
-
-    def read_at(self, offset: int, count: int) -> Octets:
-        """Return a view of bytes."""
-        return self._bytes[offset : offset + count]
-
-    def flush(self) -> None:
-        """Do nothing: memory needs no flush."""
-
-    def close(self) -> None:
-        """Unmap the segment once it has no views."""
-        self._bytes = np.zeros(0, np.uint8)
-
-
-class OffloadFile:
-    """File for tensors; it has a temporary name until `commit`."""
-
-    def __init__(self, path: Path, *, create: bool = False) -> None:
-        """Open a file, or create one with `create`.
-
-        Raises FileNotFoundError for a missing file, and StorageFull if none can be created.
-        """
-        self._path = path
-        self._current_path = path.with_name(f"{path.name}.new") if create else path
-        if create:
-            self._current_path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC if create else os.O_RDONLY
-        try:
-            self._descriptor = os.open(self._current_path, flags | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise self._to_storage_full(error) from error
-        self._scratch = np.zeros(PIECE_BYTES, np.uint8)
-        self._readahead_end = 0  # end of the range that was announced to the kernel
-
-    @property
-    def location(self) -> str:
-        """Path of the file."""
-        return str(self._current_path)
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the file in bytes."""
-        return os.fstat(self._descriptor).st_size
-
-    def write_at(self, offset: int, piece: Octets) -> None:
-        """Write bytes; raise StorageFull without space."""
-        view = piece.data
-        try:
-            while view:
-                written = os.pwrite(self._descriptor, view, offset)
-                view, offset = view[written:], offset + written
-        except OSError as error:
-            raise self._to_storage_full(error) from error
-
-    def read_at(self, offset: int, count: int) -> Octets:
-        """Read bytes; the next call overwrites results of at most PIECE_BYTES."""
-        # the disk reads ahead while this range is processed
-        if offset + count > self._readahead_end - READAHEAD_BYTES // 2:
-            self._readahead_end = offset + count + READAHEAD_BYTES
-            os.posix_fadvise(self._descriptor, offset, READAHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-        into = self._scratch[:count] if count <= PIECE_BYTES else np.zeros(count, np.uint8)
-        done = 0
-        while done < len(into):
-            read = os.preadv(self._descriptor, [into.data[done:]], offset + done)
-            if not read:
-                break
-            done += read
-        return into[:done]
-
-    def flush(self) -> None:
-        """Return once the bytes are on disk."""
-        try:
-            fsync(self._descriptor)
-        except OSError as error:
-            raise self._to_storage_full(error) from error
-
-    def commit(self) -> None:
-        """Rename the file to its permanent name."""
-        self._current_path.replace(self._path)
-        self._current_path = self._path
-        fsync_path(self._path.parent)
-
-    def close(self) -> None:
-        """Close the file; delete it if it was not committed."""
-        os.close(self._descriptor)
-        if self._current_path != self._path:
-            self._current_path.unlink(missing_ok=True)
-
-    def _to_storage_full(self, error: OSError) -> Exception:
-        if error.errno not in DISK_FULL_ERRNOS:
-            return error
-        return StorageFull(
-            "the disk has no space for the offloaded state of a process",
-            where=str(self._path),
-            fix="Free space on this disk; until then the process continues to compute",
+    checksums = tuple(
+        Checksum(table[i : i + CHECKSUM_BYTES]) for i in range(0, len(table), CHECKSUM_BYTES)
+    )
+    header = OffloadHeader(
+        found["about"], sizes, _compute_data_offset(length, data_bytes), data_bytes, checksums
+    )
+    if header.size_bytes > medium.size_bytes:
+        raise CorruptData(
+            f"it has {medium.size_bytes} of {header.size_bytes} bytes", where=medium.location
         )
+    return header
+
+
+def restore(
+    medium: OffloadMedium,
+    header: OffloadHeader,
+    target: OffloadTarget,
+    cancel: Cancellation | None = None,
+) -> None:
+    """Write the medium's tensors back to `target`, which names all of them.
+
+    Raises CorruptData if bytes have changed, or CopyCancelled; the caller must then discard what
+    was written.
+    """
+    if dict(target.sizes_bytes) != dict(header.sizes_bytes):
+        differing = sorted(target.sizes_bytes.items() ^ header.sizes_bytes.items())[0]
+        raise CorruptData(f"its tensors differ: {differing[0]}", where=medium.location)
+    chunks = _list_chunks(header.sizes_bytes)
+
+    def copy(number: int) -> None:
+        for span, piece in _read_verified(medium, header, chunks, number):
+            target.write(span.name, span.start, piece)
+
+    _run_chunks(copy, len(chunks), medium.thread_count, cancel)
+
+
+def _read_verified(
+    medium: OffloadMedium, header: OffloadHeader, chunks: list[list[Span]], number: int
+) -> Iterator[tuple[Span, Octets]]:
+    """Read the pieces of a chunk; raise CorruptData after the last one if any has changed."""
+    at = number * CHUNK_BYTES
+    count = min(CHUNK_BYTES, header.data_bytes - at)
+    chunk, summed = medium.read_chunk(header.data_offset + at, count), Checksummer()
+    for span in chunks[number] if len(chunk) == count else ():
+        piece = chunk[span.offset : span.offset + span.count]
+        summed.update(piece.data)
+        yield span, piece
+    if summed.checksum != header.checksums[number]:
+        name = chunks[number][0].name
+        raise CorruptData(
+            f"bytes from {name} on do not match their checksum", where=medium.location
+        )
+
+
+def copy_offload(
+    source: OffloadMedium, target: OffloadMedium, cancel: Cancellation | None = None
+) -> OffloadHeader:
+    """Copy the content of one medium to another, chunk by chunk.
+
+    Raises CorruptData if it has changed, or CopyCancelled, and then leaves no complete content.
+    """
+    header = read_header(source)
+    chunks = _list_chunks(header.sizes_bytes)
+
+    def copy(number: int) -> None:
+        at = number * CHUNK_BYTES
+        offset, count = header.data_offset + at, min(CHUNK_BYTES, header.data_bytes - at)
+        chunk = target.open_chunk(offset, count)
+        for span, piece in _read_verified(source, header, chunks, number):
+            chunk[span.offset : span.offset + span.count] = piece
+        target.write_chunk(offset, chunk)
+
+    _write_header(target, b"", header.data_offset)
+    _run_chunks(copy, len(chunks), max(source.thread_count, target.thread_count), cancel)
+    whole = source.read_chunk(0, header.data_offset).tobytes()
+    _write_header(target, whole, header.data_offset)
+    target.flush()
+    if read_header(target) != header:
+        raise CorruptData("its header changed while it was copied", where=source.location)
+    return header
+
+
+def _run_chunks(
+    copy: Callable[[int], None], count: int, thread_count: int, cancel: Cancellation | None
+) -> None:
+    """Copy all chunks on some threads; after an error, or `cancel`, begin none."""
+    numbers, lock, failure = iter(range(count)), Lock(), Cancellation()
+
+    def run(_: None = None) -> None:
+        while not failure.is_requested:
+            if cancel is not None:
+                cancel.check()
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            try:
+                copy(number)
+            except BaseException:
+                failure.request()
+                raise
+
+    if min(count, thread_count) <= 1:
+        run()
+        return
+    with ThreadPoolExecutor(min(count, thread_count), "copy") as pool:
+        list(pool.map(run, repeat(None, min(count, thread_count))))

@@ -11,11 +11,18 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from meshrl.common.api.calls.role import KindState, KindStates, MoveKinds
-from meshrl.common.base.errors import CorruptData, Fenced, Refused
-from meshrl.common.base.files.offloaded_tensors import COPIES_BYTES, Octets, OffloadTarget
+from meshrl.common.base.errors import CorruptData, Fenced, Refused, StorageFull
+from meshrl.common.base.files.offloaded_tensors import (
+    COPIES_BYTES,
+    Cancellation,
+    Octets,
+    OffloadSource,
+    OffloadTarget,
+)
 from meshrl.common.mesh.instances.offload_storage import OffloadStorage
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.serial_executor import consume_exception
@@ -29,7 +36,7 @@ COPIES = "copies"  # key in the metadata of a record: names of the copies by kin
 RunBlocking = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-class KindMemory(OffloadTarget, Protocol):
+class KindMemory(OffloadSource, OffloadTarget, Protocol):
     """Accelerator memory of a kind's tensors."""
 
     @property
@@ -82,32 +89,6 @@ class _Kind:
         )
 
 
-class _Cancellation:
-    """Request to stop a move between two pieces; the copying thread reads it."""
-
-    is_requested = False
-
-    def check(self) -> None:
-        if self.is_requested:
-            raise Refused("the move was cancelled")
-
-
-class _CancellableMemory:
-    """Memory of a kind whose copy stops once its move is cancelled."""
-
-    def __init__(self, memory: KindMemory, cancellation: _Cancellation) -> None:
-        self._memory, self._cancellation = memory, cancellation
-        self.sizes_bytes = memory.sizes_bytes
-
-    def read(self, name: str, start: int, end: int) -> Octets:
-        self._cancellation.check()
-        return self._memory.read(name, start, end)
-
-    def write(self, name: str, start: int, piece: Octets) -> None:
-        self._cancellation.check()
-        self._memory.write(name, start, piece)
-
-
 class KindController:
     """Table of a process's kinds, and the orders that move them: one at a time, in their order."""
 
@@ -145,7 +126,7 @@ class KindController:
         self._last_order: MoveKinds | None = None
         self._last_number = 0
         self._move: asyncio.Task[None] | None = None
-        self._cancellation = _Cancellation()
+        self._cancellation = Cancellation()
 
     @property
     def _storages(self) -> list[OffloadStorage]:
@@ -192,7 +173,7 @@ class KindController:
             if self.loss is not None:
                 raise self.loss
             for name in kinds:
-                await self._load(self._kinds[name], _Cancellation())
+                await self._load(self._kinds[name], Cancellation())
             for name in changed:
                 self._kinds[name].equal_tiers.clear()
             self._user_count += 1
@@ -241,7 +222,7 @@ class KindController:
             )
         if order.order > self._last_number:
             self._last_number, self._last_order = order.order, order
-            self._cancellation = _Cancellation()
+            self._cancellation = Cancellation()
             execution = self._execute(order, self._cancellation)
             self._move = asyncio.create_task(execution, name=f"{order.action} kinds")
             self._move.add_done_callback(consume_exception)
@@ -255,17 +236,17 @@ class KindController:
         if number > self._last_number:
             self._last_number, self._last_order = number, None
         elif number == self._last_number and self._move is not None:
-            self._cancellation.is_requested = True
+            self._cancellation.request()
             await asyncio.wait([self._move])
         return self.describe_kinds()
 
     async def stop(self) -> None:
         """End the move in progress: the process exits."""
         if self._move is not None:
-            self._cancellation.is_requested = True
+            self._cancellation.request()
             await asyncio.wait([self._move])
 
-    async def _execute(self, order: MoveKinds, cancellation: _Cancellation) -> None:
+    async def _execute(self, order: MoveKinds, cancellation: Cancellation) -> None:
         tier = self._check_order(order)
         async with self._lock:  # which orders get in their sequence
             if self.is_asleep:
@@ -305,13 +286,13 @@ class KindController:
         """Ensure an equal copy of every kind at a tier."""
         async with self._lock:
             for kind in self._kinds.values():
-                await self._write_back(kind, tier, _Cancellation())
+                await self._write_back(kind, tier, Cancellation())
 
     async def offload(self, tier: Tier) -> None:
         """Move every kind to a tier."""
         async with self._lock:
             for kind in self._kinds.values():
-                await self._offload(kind, tier, _Cancellation())
+                await self._offload(kind, tier, Cancellation())
 
     async def load(self) -> None:
         """Load every kind; raise the first CorruptData once all others are loaded."""
@@ -319,7 +300,7 @@ class KindController:
             found: CorruptData | None = None
             for kind in self._kinds.values():
                 try:
-                    await self._load(kind, _Cancellation())
+                    await self._load(kind, Cancellation())
                 except CorruptData as error:
                     found = found or error
             if found is not None:
@@ -386,26 +367,25 @@ class KindController:
     # -- a kind ----------------------------------------------------------------------------------
 
     async def _write_back(
-        self, kind: _Kind, tier: Tier, cancellation: _Cancellation
+        self, kind: _Kind, tier: Tier, cancellation: Cancellation
     ) -> KindMemory | None:
         """Ensure an equal copy at a tier; return the memory that `release` may free, or None."""
         if kind.memory is not None:
             if kind.equal_tiers and tier not in kind.equal_tiers:
-                await self._move_copy(kind, tier)
+                await self._move_copy(kind, tier, cancellation)
             return None
         memory: KindMemory = await self.run(kind.tensors.collect)
         if not memory.total_bytes:
             return None
         if tier not in kind.equal_tiers:
             copy_id = kind.copy_id if kind.equal_tiers else self._mesh.random.hex_token(8)
-            source = _CancellableMemory(memory, cancellation)
-            await kind.storage.save(tier, {COPY_ID: copy_id}, source)
+            await self._save(kind, tier, copy_id, memory, cancellation)
             kind.copy_id = copy_id
             await self._drop_other_copies(kind, kind.equal_tiers | {tier})
             kind.equal_tiers.add(tier)
         return memory
 
-    async def _offload(self, kind: _Kind, tier: Tier, cancellation: _Cancellation) -> None:
+    async def _offload(self, kind: _Kind, tier: Tier, cancellation: Cancellation) -> None:
         if kind.memory is None and kind.tensors.prefers_drop():
             await self._drop(kind)
             return
@@ -417,9 +397,22 @@ class KindController:
             await self._drop_other_copies(kind, {tier})
             kind.equal_tiers &= {tier}
 
-    async def _move_copy(self, kind: _Kind, tier: Tier) -> None:
+    async def _save(
+        self, kind: _Kind, tier: Tier, copy_id: str, memory: KindMemory, cancellation: Cancellation
+    ) -> None:
+        """Save a copy; one that is outdated stays meanwhile, if there is room for both."""
+        save = partial(kind.storage.save, tier, {COPY_ID: copy_id}, memory, cancellation)
+        try:
+            await save()
+        except StorageFull:
+            if not kind.storage.stored_bytes[tier]:
+                raise
+            await kind.storage.drop(tier)
+            await save()
+
+    async def _move_copy(self, kind: _Kind, tier: Tier, cancellation: Cancellation) -> None:
         source = next(one for one in COPY_TIERS if one in kind.equal_tiers)
-        await kind.storage.move(source, tier)
+        await kind.storage.move(source, tier, cancellation)
         kind.equal_tiers = {tier}
 
     async def _drop_other_copies(self, kind: _Kind, retained: set[Tier]) -> None:
@@ -439,7 +432,7 @@ class KindController:
         kind.equal_tiers.clear()
         await kind.storage.drop_all()
 
-    async def _load(self, kind: _Kind, cancellation: _Cancellation) -> None:
+    async def _load(self, kind: _Kind, cancellation: Cancellation) -> None:
         memory = kind.memory
         if memory is None:
             return
@@ -449,7 +442,7 @@ class KindController:
             return
         await self.reallocate(memory)
         try:
-            await self._restore(kind, _CancellableMemory(memory, cancellation))
+            await self._restore(kind, memory, cancellation)
             await self.run(memory.refresh)
         except CorruptData as error:
             if kind.tensors.rebuild is None:
@@ -473,12 +466,14 @@ class KindController:
                 fix="Free memory, for instance by offloading other instances to disk",
             ) from error
 
-    async def _restore(self, kind: _Kind, target: OffloadTarget) -> None:
+    async def _restore(
+        self, kind: _Kind, target: OffloadTarget, cancellation: Cancellation
+    ) -> None:
         """Restore a kind from the first copy that has not changed."""
         found = CorruptData(f"no copy of the {kind.name} is left", where=self._mesh.name)
         for tier in [tier for tier in COPY_TIERS if tier in kind.equal_tiers]:
             try:
-                await kind.storage.restore(tier, target)
+                await kind.storage.restore(tier, target, cancellation)
                 return
             except CorruptData as error:
                 found = error
@@ -492,5 +487,5 @@ class _NoTensors:
     def __init__(self) -> None:
         self.sizes_bytes: dict[str, int] = {}
 
-    def read(self, name: str, start: int, end: int) -> Octets:
+    def read_into(self, name: str, start: int, out: Octets) -> None:
         raise KeyError(name)

@@ -6,17 +6,17 @@ Both outlive the process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.api.node import CreateSegment, Worker
-from meshrl.common.base.errors import CorruptData, MeshError, Refused
+from meshrl.common.api.node import CreateSegment, SegmentLocation, Worker
+from meshrl.common.base.errors import CorruptData, DeadlineExceeded, MeshError, Refused
 from meshrl.common.base.files import corruption, offloaded_tensors
+from meshrl.common.base.files.offload_media import MemorySegment, OffloadFile, make_segment_key
 from meshrl.common.base.files.offloaded_tensors import (
-    MemorySegment,
-    OffloadFile,
+    Cancellation,
     OffloadHeader,
     OffloadMedium,
     OffloadSource,
@@ -29,6 +29,7 @@ from meshrl.common.mesh.runtime.serial_executor import consume_exception
 from meshrl.common.state import events
 from meshrl.common.state.pool.workers.rows import Tier
 
+MAX_MAPPED = 2  # segments: of a copy, and of the one that replaces it
 COPY_TIMEOUT_S = 900.0  # seconds for tensors of about 100 GB to a disk
 
 
@@ -42,9 +43,11 @@ class OffloadStorage:
     ) -> None:
         """Create the storage of a part; "" is the record of the whole state."""
         self._mesh, self._part = mesh, part
-        self._key = f"{mesh.name}.{part}" if part else mesh.name
+        self._key = make_segment_key(mesh.name, part)
         self.segment_owner, self.directory = segment_owner, directory
         self.stored_bytes = {Tier.MEMORY: 0, Tier.DISK: 0}  # bytes
+        # by inode: to map a segment again costs more than to copy to it
+        self._mapped: dict[int, MemorySegment] = {}
 
     def set_targets(self, segment_owner: str, directory: str) -> None:
         """Set the worker and directory if they are unset.
@@ -65,40 +68,50 @@ class OffloadStorage:
             self.directory or directory,
         )
 
-    async def save(self, tier: Tier, metadata: Mapping[str, Any], source: OffloadSource) -> None:
-        """Save a copy at a tier.
+    async def save(
+        self,
+        tier: Tier,
+        metadata: Mapping[str, Any],
+        source: OffloadSource,
+        cancel: Cancellation | None = None,
+    ) -> None:
+        """Save a copy at a tier, which replaces an earlier one once it is complete.
 
-        Raises Refused or StorageFull without space, and then leaves no copy at that tier.
+        `cancel`, or a cancellation of the task, ends it between two chunks. Raises CopyCancelled,
+        Refused or StorageFull, and then leaves the earlier copy at that tier.
         """
         size = offloaded_tensors.compute_size_bytes(metadata, source.sizes_bytes)
         async with self._create_medium(tier, size) as medium:
-            await self._run_to_end(offloaded_tensors.offload, medium, metadata, source)
+            await self._copy(offloaded_tensors.offload, medium, metadata, source, cancel=cancel)
 
-    async def move(self, source: Tier, target: Tier) -> None:
+    async def move(self, source: Tier, target: Tier, cancel: Cancellation | None = None) -> None:
         """Copy the offloaded state from one tier to another, and delete it at the first.
 
-        Raises CorruptData if it has changed. Refused or StorageFull leave it at the first tier.
+        Raises CorruptData if it has changed. CopyCancelled, Refused or StorageFull leave it at the
+        first tier.
         """
         async with self._open_medium(source) as lying:
             if lying is None:
                 raise CorruptData("no offloaded state is left", where=self._describe_tier(source))
             head = await self._run_to_end(offloaded_tensors.read_header, lying)
-            size = offloaded_tensors.compute_size_bytes(head.metadata, head.sizes_bytes)
-            async with self._create_medium(target, size) as medium:
-                await self._run_to_end(offloaded_tensors.copy_offload, lying, medium)
+            async with self._create_medium(target, head.size_bytes) as medium:
+                await self._copy(offloaded_tensors.copy_offload, lying, medium, cancel=cancel)
         await self.drop(source)
 
-    async def restore(self, tier: Tier, target: OffloadTarget) -> None:
+    async def restore(
+        self, tier: Tier, target: OffloadTarget, cancel: Cancellation | None = None
+    ) -> None:
         """Restore the copy of a tier to `target`, and leave it at the tier.
 
-        Raises CorruptData if it has changed, and quarantines it.
+        Raises CorruptData if it has changed, and quarantines it. After that, CopyCancelled or a
+        cancellation of the task, `target` has no defined content.
         """
         async with self._open_medium(tier) as medium:
             if medium is None:
                 raise CorruptData("no offloaded state is left", where=self._describe_tier(tier))
             try:
                 head = await self._run_to_end(offloaded_tensors.read_header, medium)
-                await self._run_to_end(offloaded_tensors.restore, medium, head, target)
+                await self._copy(offloaded_tensors.restore, medium, head, target, cancel=cancel)
                 return
             except CorruptData as error:
                 found = error
@@ -154,7 +167,7 @@ class OffloadStorage:
         if tier == Tier.MEMORY and self.segment_owner:
             request = CreateSegment(self._key, size)
             segment = await self._worker.call(Worker.create_segment, request)
-            medium = MemorySegment(segment.path, self._key)
+            medium = self._map(segment)
         elif tier == Tier.DISK and self.directory:
             medium = OffloadFile(self._file, create=True)
         else:
@@ -164,17 +177,22 @@ class OffloadStorage:
                 fix="Its worker sets the location in SetTier",
             )
         try:
+            if isinstance(medium, OffloadFile):
+                await self._run_to_end(medium.reserve, size)
             yield medium
             if isinstance(medium, OffloadFile):
                 await self._run_to_end(medium.commit)
+            else:
+                await self._worker.call(Worker.commit_segment, self._key)
+            self.stored_bytes[tier] = medium.size_bytes
         except BaseException:
-            medium.close()
-            if tier == Tier.MEMORY:
+            if isinstance(medium, MemorySegment):
                 with suppress(MeshError):
-                    await self.drop(tier)
+                    await self._worker.call(Worker.discard_segment, self._key)
             raise
-        medium.close()
-        self.stored_bytes[tier] = size
+        finally:
+            if isinstance(medium, OffloadFile):
+                medium.close()
 
     @asynccontextmanager
     async def _open_medium(self, tier: Tier) -> AsyncIterator[OffloadMedium | None]:
@@ -182,15 +200,24 @@ class OffloadStorage:
         medium: MemorySegment | OffloadFile | None = None
         if tier == Tier.MEMORY and self.segment_owner:
             segment = await self._worker.call(Worker.find_segment, self._key)
-            medium = MemorySegment(segment.path, self._key) if segment.path else None
+            medium = self._map(segment) if segment.path else None
         elif tier == Tier.DISK and self.directory:
             with suppress(FileNotFoundError):
                 medium = OffloadFile(self._file)
         try:
             yield medium
         finally:
-            if medium is not None:
+            if isinstance(medium, OffloadFile):
                 medium.close()
+
+    def _map(self, segment: SegmentLocation) -> MemorySegment:
+        """Map a segment, or return its earlier mapping."""
+        found = MemorySegment(segment.path, self._mesh.name)
+        mapped = self._mapped.pop(found.inode, found)
+        self._mapped[found.inode] = mapped  # the last one
+        if len(self._mapped) > MAX_MAPPED:
+            self._mapped.pop(next(iter(self._mapped))).close()
+        return mapped
 
     async def _quarantine(self, tier: Tier, error: CorruptData) -> None:
         """Quarantine a corrupt copy and publish the event; its user continues from a checkpoint."""
@@ -212,7 +239,18 @@ class OffloadStorage:
             lambda: events.append(state, corruption.CORRUPTION_EVENT, event_fields),
         )
 
-    async def _run_to_end(self, work: Any, *args: Any) -> Any:
+    async def _copy(self, work: Any, *args: Any, cancel: Cancellation | None) -> None:
+        """Run a copy; a cancellation or an expired deadline ends it between two chunks."""
+        cancel = cancel or Cancellation()
+        try:
+            await self._run_to_end(work, *args, cancel, on_cancel=cancel.request)
+        except DeadlineExceeded:
+            cancel.request()
+            raise
+
+    async def _run_to_end(
+        self, work: Any, *args: Any, on_cancel: Callable[[], None] = lambda: None
+    ) -> Any:
         """Run `work` and return its result; a cancellation waits for it, since it uses open
         files.
         """
@@ -221,6 +259,7 @@ class OffloadStorage:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
+            on_cancel()
             task.add_done_callback(consume_exception)
             await asyncio.wait([task])
             raise

@@ -52,13 +52,13 @@ class TensorStorages:
         """Bytes of all storages, with derived tensors."""
         return sum(self._all_bytes.values())
 
-    def read(self, name: str, start: int, end: int) -> Octets:
-        """Read bytes of a storage; the result is a view if it is in host memory."""
-        storage = self._storages[name]
+    def read_into(self, name: str, start: int, out: Octets) -> None:
+        """Copy bytes of a storage from `start` to host memory."""
+        storage, end = self._storages[name], start + len(out)
         if storage.device.type == "cpu":
-            return _view_bytes(storage)[start:end]
-        found: Octets = _view_byte_tensor(storage)[start:end].cpu().numpy()
-        return found
+            out[:] = _view_bytes(storage)[start:end]
+        else:
+            torch.from_numpy(out).copy_(_view_byte_tensor(storage)[start:end])
 
     def write(self, name: str, start: int, piece: Octets) -> None:
         """Write bytes to a storage."""

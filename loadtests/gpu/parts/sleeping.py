@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -19,15 +18,14 @@ from loadtests.gpu.generating import (
 from loadtests.gpu.measuring import build_config, draw_model, measure_s, synchronize
 from loadtests.gpu.parts.training import TINY_LENGTHS, build_learner, draw_bin
 from loadtests.gpu.plan import Figures, Incorrect, Settings
+from meshrl.common.base.files.offload_media import MemorySegment
 from meshrl.common.base.files.offloaded_tensors import (
-    MemorySegment,
-    OffloadHeader,
     compute_size_bytes,
     offload,
     read_header,
     restore,
 )
-from meshrl.services.trainer.learner.memory import LearnerMemory
+from meshrl.common.model.files.tensor_storages import TensorStorages
 
 COPIED_BYTES = 2 << 30
 KEPT_BYTES = 256 << 20  # that may stay allocated in sleep: cuBLAS has 32 MiB a stream, tables
@@ -65,10 +63,11 @@ class SleepingLearner:
         dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
         self.learner = build_learner(draw_model(settings, config, torch.float32), dtype)
         self.train()
-        self.memory = LearnerMemory(self.learner)
-        size_bytes = compute_size_bytes({}, self.memory.offloaded.sizes_bytes)
+        self.learner.free_gradients()
+        derived = self.learner.get_derived_tensors()
+        self.memory = TensorStorages(self.learner.get_tensors(), derived, self.learner.refresh)
         descriptor = os.memfd_create("gpu-check", os.MFD_CLOEXEC)
-        os.truncate(descriptor, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        os.truncate(descriptor, compute_size_bytes({}, self.memory.sizes_bytes))
         self.segment = MemorySegment(f"/proc/self/fd/{descriptor}", "gpu-check")
         os.close(descriptor)
 
@@ -89,16 +88,14 @@ class SleepingLearner:
     def sleep(self) -> None:
         """Copy the tensors to the segment and release their memory."""
         self.learner.free_gradients()
-        offload(self.segment, {}, self.memory.offloaded)
+        offload(self.segment, {}, self.memory)
         self.memory.release()
 
-    def wake(self) -> OffloadHeader:
+    def wake(self) -> None:
         """Allocate the memory again and restore the tensors."""
-        header = read_header(self.segment)
         self.memory.reallocate()
-        restore(self.segment, header, self.memory.offloaded)
-        self.memory.refresh_derived()
-        return header
+        restore(self.segment, read_header(self.segment), self.memory)
+        self.memory.refresh()
 
 
 def measure_pinned_copy(settings: Settings) -> Figures:
@@ -125,7 +122,7 @@ def measure_learner(settings: Settings) -> Figures:
     found = sleeper.compute_gradient_sum()
     if abs(found - expected) > 1e-3 * expected:
         raise Incorrect(f"the gradient's sum is {found} after sleep, and was {expected}")
-    size_bytes = sleeper.memory.offloaded.total_bytes
+    size_bytes = sum(sleeper.memory.sizes_bytes.values())
     return {
         "sleep_gb_per_s": size_bytes / asleep_s / 1e9,
         "wake_gb_per_s": size_bytes / awake_s / 1e9,

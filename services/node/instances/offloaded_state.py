@@ -6,13 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshrl.common.base.errors import CorruptData
-from meshrl.common.base.files.offloaded_tensors import (
-    COPIES_BYTES,
-    MemorySegment,
-    OffloadFile,
-    OffloadMedium,
-    read_header,
-)
+from meshrl.common.base.files.offload_media import MemorySegment, OffloadFile, make_segment_key
+from meshrl.common.base.files.offloaded_tensors import COPIES_BYTES, OffloadMedium, read_header
 from meshrl.common.base.host.settings import make_offload_path
 from meshrl.common.state.pool.workers.rows import Tier, TierBytes
 from meshrl.services.node.instances.role_process import WorkerContext
@@ -27,7 +22,7 @@ async def find_offloaded_state(context: WorkerContext, name: str) -> tuple[Tier,
     """
     mesh = context.mesh
     file = make_offload_path(mesh.settings.make_offload_directory(mesh.name), name)
-    segment = context.segments.find(name).path
+    segment = context.segments.find(make_segment_key(name)).path
     return await mesh.host.run_blocking(
         _read_offloaded_state, segment, file, deadline_s=READ_TIMEOUT_S
     )

@@ -1,21 +1,53 @@
 """Memory segments that a worker owns for its role processes.
 
-Their content outlives the role processes and ends with the worker.
+Their content outlives the role processes and ends with the worker. A segment that is no longer
+needed keeps its memory for the next segment of the same process, because fresh memory costs several
+times a copy: the kernel has to find and clear it. No other process gets that memory, and it is
+released as soon as the worker's budget or the host needs room.
 """
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Self
 
 from meshrl.common.api.node import CreateSegment, SegmentLocation, Worker
-from meshrl.common.base.errors import StorageFull
-from meshrl.common.base.files.offloaded_tensors import make_segment_name
+from meshrl.common.base.errors import NotFound, StorageFull
+from meshrl.common.base.files.offload_media import get_segment_process, make_segment_name
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 
 SPARE_BYTES = 64 << 20  # host memory that no segment takes: other processes need some to answer
+POOL_SPARE_BYTES = 1 << 30  # free host memory below which no unused segment keeps its memory
+MAX_EXCESS = 1.25  # size of a reused segment over the requested size, at most
+
+
+@dataclass(frozen=True)
+class _Segment:
+    key: str
+    descriptor: int
+    size_bytes: int
+
+    @property
+    def process(self) -> str:
+        return get_segment_process(self.key)
+
+    @property
+    def location(self) -> SegmentLocation:
+        return SegmentLocation(f"/proc/{os.getpid()}/fd/{self.descriptor}", self.size_bytes)
+
+    @property
+    def filled_bytes(self) -> int:
+        return 512 * os.fstat(self.descriptor).st_blocks
+
+    def free(self) -> None:
+        """Free the memory, even if a process still maps it."""
+        with mmap.mmap(self.descriptor, self.size_bytes) as mapped:
+            mapped.madvise(mmap.MADV_REMOVE)
+        os.close(self.descriptor)
 
 
 class MemorySegments:
@@ -24,7 +56,8 @@ class MemorySegments:
     Together they have at most `budget_bytes` (0: as many as the host has). They are closed on exit.
 
     async with MemorySegments(read_free_bytes, budget) as segments:
-        segment = segments.create(CreateSegment("trainer/sums", 1 << 30))
+        segment = segments.create(CreateSegment("trainer/sums:optimizer", 1 << 30))
+        segments.commit("trainer/sums:optimizer")
     """
 
     def __init__(
@@ -42,81 +75,144 @@ class MemorySegments:
             budget_bytes,
             where,
         )
-        self._segments: dict[str, tuple[int, int]] = {}  # descriptor, bytes
+        self._segments: dict[str, _Segment] = {}  # with a complete copy
+        self._pending: dict[str, _Segment] = {}  # being filled, to replace that of the same key
+        self._unused: list[_Segment] = []  # oldest first
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for key in list(self._segments):
-            self.delete(key)
+        for segment in (*self._segments.values(), *self._pending.values(), *self._unused):
+            os.close(segment.descriptor)
+        self._segments, self._pending, self._unused = {}, {}, []
 
     @property
     def total_bytes(self) -> int:
-        return sum(size for _, size in self._segments.values())
+        """Bytes of all segments in use."""
+        used = (*self._segments.values(), *self._pending.values())
+        return sum(segment.size_bytes for segment in used)
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of memory that waits for its next use, and can be released at any time."""
+        return sum(segment.size_bytes for segment in self._unused)
 
     @property
     def keys(self) -> list[str]:
         return sorted(self._segments)
 
     def create(self, request: CreateSegment) -> SegmentLocation:
-        """Create a segment of zeros, which replaces one of the same key.
+        """Create a segment, which replaces one of the same key at `commit`.
+
+        It has zeros, or what the same process has written to an earlier segment.
 
         Raises:
-            StorageFull: The budget or the host has too little room; the old segment remains.
+            StorageFull: The budget or the host has too little room.
         """
-        _, replaced_bytes = self._segments.get(request.key, (-1, 0))
-        other_bytes = self.total_bytes - replaced_bytes
-        if self._budget_bytes and other_bytes + request.size_bytes > self._budget_bytes:
-            raise StorageFull(
-                f"{request.key} requests {request.size_bytes} bytes of memory, and other "
-                f"segments use {other_bytes} of the worker's {self._budget_bytes}",
-                where=self._where,
-                fix="Raise the worker's memory budget, or let the instance sleep on disk",
-            )
-        filled_bytes = {
-            key: 512 * os.fstat(fd).st_blocks for key, (fd, _) in self._segments.items()
-        }
-        # Others may still fill the rest of theirs; the replaced segment frees its own bytes.
-        free_bytes = self._read_free_bytes() - (other_bytes - sum(filled_bytes.values()))
-        if request.size_bytes + SPARE_BYTES > free_bytes:
-            raise StorageFull(
-                f"{request.key} requests {request.size_bytes} bytes of memory, and the host "
-                f"has {free_bytes} available",
-                where=self._where,
-                fix="End other processes, or let the instance sleep on disk",
-            )
-        self.delete(request.key)
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        descriptor = os.memfd_create(make_segment_name(request.key), flags)
-        os.ftruncate(descriptor, request.size_bytes)
-        # Every process that maps it can rely on its size.
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._segments[request.key] = descriptor, request.size_bytes
-        return self._describe(request.key)
+        self.discard(request.key)
+        segment = self._take_unused(request) or self._create(request)
+        self._pending[request.key] = segment
+        return segment.location
+
+    def commit(self, key: str) -> None:
+        """Replace the segment of a key by the one created last. Idempotent."""
+        segment = self._pending.pop(key, None)
+        if segment is None and key not in self._segments:
+            raise NotFound(f"no segment was created for {key}", where=self._where)
+        if segment is not None:
+            self._retire(self._segments, key)
+            self._segments[key] = segment
 
     def find(self, key: str) -> SegmentLocation:
-        """Return path and bytes of a segment; the path is empty if there is none.
+        """Return path and bytes of a committed segment; the path is empty if there is none.
 
         Any process of the same user can open the path while the segment exists.
         """
-        return self._describe(key) if key in self._segments else SegmentLocation("", 0)
+        segment = self._segments.get(key)
+        return segment.location if segment is not None else SegmentLocation("", 0)
+
+    def discard(self, key: str) -> None:
+        """Delete a segment that is not committed, if there is one."""
+        self._retire(self._pending, key)
 
     def delete(self, key: str) -> None:
-        """Delete a segment if it exists; the kernel frees its memory once no process maps it."""
-        descriptor, _ = self._segments.pop(key, (-1, 0))
-        if descriptor >= 0:
-            os.close(descriptor)
+        """Delete the segments of a key; their memory may serve the same process again."""
+        self._retire(self._pending, key)
+        self._retire(self._segments, key)
 
     def delete_process(self, process: str) -> None:
-        """Delete the segments of all parts of a process's state."""
-        for key in self.keys:
-            if key == process or key.startswith(f"{process}."):
-                self.delete(key)
+        """Delete all segments of a process and release their memory."""
+        for table in (self._segments, self._pending):
+            for key in [key for key, one in table.items() if one.process == process]:
+                self._retire(table, key)
+        for segment in [one for one in self._unused if one.process == process]:
+            self._free(segment)
 
-    def _describe(self, key: str) -> SegmentLocation:
-        descriptor, size = self._segments[key]
-        return SegmentLocation(f"/proc/{os.getpid()}/fd/{descriptor}", size)
+    def release_unused(self) -> None:
+        """Release unused memory, the oldest first, while the host has little free memory."""
+        while self._unused and self._read_free_bytes() < POOL_SPARE_BYTES:
+            self._free(self._unused[0])
+
+    def _take_unused(self, request: CreateSegment) -> _Segment | None:
+        process, size = get_segment_process(request.key), request.size_bytes
+        fitting = [
+            one
+            for one in self._unused
+            if one.process == process and size <= one.size_bytes <= MAX_EXCESS * size
+        ]
+        if not fitting:
+            return None
+        # the process has mapped an earlier segment of the same key
+        segment = min(fitting, key=lambda one: (one.key != request.key, one.size_bytes))
+        if self._budget_bytes and self.total_bytes + segment.size_bytes > self._budget_bytes:
+            return None
+        self._unused.remove(segment)
+        return replace(segment, key=request.key)
+
+    def _create(self, request: CreateSegment) -> _Segment:
+        size, used_bytes = request.size_bytes, self.total_bytes
+        if self._budget_bytes and used_bytes + size > self._budget_bytes:
+            raise StorageFull(
+                f"{request.key} requests {size} bytes of memory, and other "
+                f"segments use {used_bytes} of the worker's {self._budget_bytes}",
+                where=self._where,
+                fix="Raise the worker's memory budget, or let the instance sleep on disk",
+            )
+        while self._budget_bytes and (
+            self._unused and used_bytes + self.unused_bytes + size > self._budget_bytes
+        ):
+            self._free(self._unused[0])
+        while self._unused and size + SPARE_BYTES > self._measure_room():
+            self._free(self._unused[0])
+        if size + SPARE_BYTES > (room := self._measure_room()):
+            raise StorageFull(
+                f"{request.key} requests {size} bytes of memory, and the host has {room} available",
+                where=self._where,
+                fix="End other processes, or let the instance sleep on disk",
+            )
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        descriptor = os.memfd_create(make_segment_name(get_segment_process(request.key)), flags)
+        os.ftruncate(descriptor, size)
+        # Every process that maps it can rely on its size.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return _Segment(request.key, descriptor, size)
+
+    def _measure_room(self) -> int:
+        """Return the host's free memory less what the segments in use have still to fill."""
+        used = (*self._segments.values(), *self._pending.values())
+        return self._read_free_bytes() - sum(
+            max(0, one.size_bytes - one.filled_bytes) for one in used
+        )
+
+    def _retire(self, table: dict[str, _Segment], key: str) -> None:
+        segment = table.pop(key, None)
+        if segment is not None:
+            self._unused.append(segment)
+
+    def _free(self, segment: _Segment) -> None:
+        self._unused.remove(segment)
+        segment.free()
 
 
 class SegmentCallsMixin(Actor):
@@ -128,9 +224,17 @@ class SegmentCallsMixin(Actor):
     def create_segment(self, request: CreateSegment) -> SegmentLocation:
         return self.segments.create(request)
 
+    @call(Worker.commit_segment)
+    def commit_segment(self, key: str) -> None:
+        return self.segments.commit(key)
+
     @call(Worker.find_segment)
     def find_segment(self, key: str) -> SegmentLocation:
         return self.segments.find(key)
+
+    @call(Worker.discard_segment)
+    def discard_segment(self, key: str) -> None:
+        return self.segments.discard(key)
 
     @call(Worker.delete_segment)
     def delete_segment(self, key: str) -> None:

@@ -8,13 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from meshrl.common.api.node import CreateSegment
+from meshrl.common.api.node import CreateSegment, SegmentLocation
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.errors import ConfigError, Refused, StorageFull
-from meshrl.common.base.files.offloaded_tensors import MemorySegment
+from meshrl.common.base.errors import ConfigError, NotFound, Refused, StorageFull
+from meshrl.common.base.files.offload_media import MemorySegment
 from meshrl.common.base.random import Random
 from meshrl.common.hardware.gpus.devices import Device
 from meshrl.common.mesh.process.diagnosis.host_limits import FreeSpace
@@ -27,7 +26,7 @@ from meshrl.services.node.instances.desired_roles import (
     list_desired_roles,
     override_commands,
 )
-from meshrl.services.node.instances.segments import SPARE_BYTES, MemorySegments
+from meshrl.services.node.instances.segments import POOL_SPARE_BYTES, SPARE_BYTES, MemorySegments
 from meshrl.services.node.job_services import service_command
 from tests.load import scaled
 from tests.simulated_host import SimulatedHost
@@ -205,20 +204,39 @@ def get_free_bytes() -> int:
 def write_and_end(path: str) -> None:
     """Write to the segment in another process, which then exits."""
     program = (
-        "import sys, numpy as np; from meshrl.common.base.files import offloaded_tensors as files; "
-        f"files.MemorySegment(sys.argv[1]).write_at({PAGE}, np.full(5, 7, np.uint8))"
+        "import sys; from meshrl.common.base.files.offload_media import MemorySegment; "
+        f"MemorySegment(sys.argv[1]).open_chunk({PAGE}, 5)[:] = 7"
     )
     subprocess.run([sys.executable, "-c", program, path], check=True, timeout=scaled(60))
 
 
+def create(segments: MemorySegments, key: str, size_bytes: int) -> SegmentLocation:
+    """Create and commit a segment."""
+    made = segments.create(CreateSegment(key, size_bytes))
+    segments.commit(key)
+    return made
+
+
+def fill(path: str, value: int) -> MemorySegment:
+    segment = MemorySegment(path)
+    segment.open_chunk(0, segment.size_bytes)[:] = value
+    return segment
+
+
+def read_values(path: str) -> set[int]:
+    segment = MemorySegment(path)
+    return set(segment.read_chunk(0, segment.size_bytes).tolist())
+
+
 async def test_segment_content_outlives_the_writing_process() -> None:
     async with MemorySegments(get_free_bytes) as segments:
-        made = segments.create(CreateSegment("trainer/sums", 3 * PAGE))
+        made = create(segments, "trainer/sums:optimizer", 3 * PAGE)
         write_and_end(made.path)
-        found = segments.find("trainer/sums")
+        found = segments.find("trainer/sums:optimizer")
         assert found == made
-        assert MemorySegment(found.path).read_at(PAGE - 1, 7).tolist() == [0, 7, 7, 7, 7, 7, 0]
-        assert segments.find("engine/g0.1").path == ""
+        content = MemorySegment(found.path).read_chunk(PAGE - 1, 7)
+        assert content.tolist() == [0, 7, 7, 7, 7, 7, 0]
+        assert segments.find("engine/g0.1:optimizer").path == ""
 
 
 async def test_process_writes_only_to_its_own_segment(
@@ -227,8 +245,8 @@ async def test_process_writes_only_to_its_own_segment(
     file = tmp_path / "file"
     file.write_bytes(b"as it was")
     async with MemorySegments(get_free_bytes) as segments:
-        mine = segments.create(CreateSegment("trainer/sums", PAGE)).path
-        others = segments.create(CreateSegment("engine/g0.1", PAGE)).path
+        mine = create(segments, "trainer/sums:parameters", PAGE).path
+        others = create(segments, "engine/g0.1:parameters", PAGE).path
         assert MemorySegment(mine, "trainer/sums").size_bytes == PAGE
         with file.open("r+b") as opened:
             for path in (others, str(file), f"/proc/self/fd/{opened.fileno()}"):
@@ -239,8 +257,8 @@ async def test_process_writes_only_to_its_own_segment(
 
 async def test_segments_end_with_the_worker() -> None:
     async with MemorySegments(get_free_bytes) as segments:
-        path = segments.create(CreateSegment("trainer/sums", PAGE)).path
-        assert segments.total_bytes == PAGE and segments.keys == ["trainer/sums"]
+        path = create(segments, "trainer/sums:optimizer", PAGE).path
+        assert segments.total_bytes == PAGE and segments.keys == ["trainer/sums:optimizer"]
     assert segments.total_bytes == 0
     with pytest.raises(FileNotFoundError):
         os.stat(path)
@@ -248,40 +266,82 @@ async def test_segments_end_with_the_worker() -> None:
 
 async def test_segment_budget_is_shared_and_a_rejection_changes_nothing() -> None:
     async with MemorySegments(get_free_bytes, budget_bytes=10 * PAGE) as segments:
-        segments.create(CreateSegment("a", 6 * PAGE))
+        create(segments, "a", 6 * PAGE)
         with pytest.raises(StorageFull, match=f"{6 * PAGE} of the worker's {10 * PAGE}"):
             segments.create(CreateSegment("b", 5 * PAGE))
+        with pytest.raises(StorageFull):  # beside the copy that it would replace
+            segments.create(CreateSegment("a", 5 * PAGE))
         assert segments.keys == ["a"]
-        segments.create(CreateSegment("a", 5 * PAGE))  # replaces its own segment
-        segments.create(CreateSegment("b", 5 * PAGE))
+        create(segments, "b", 4 * PAGE)
         segments.delete("a")
         segments.delete("a")
-        assert segments.total_bytes == 5 * PAGE
+        assert segments.total_bytes == 4 * PAGE and segments.unused_bytes == 6 * PAGE
+        create(segments, "c", 5 * PAGE)
+        assert segments.unused_bytes == 0  # unused memory makes room
 
 
 async def test_memory_taken_by_another_process_is_not_granted() -> None:
     left = SPARE_BYTES + 10 * PAGE
     async with MemorySegments(lambda: left) as segments:
-        first = segments.create(CreateSegment("a", 4 * PAGE))
-        MemorySegment(first.path).write_at(0, np.ones(4 * PAGE, np.uint8))
+        fill(create(segments, "a", 4 * PAGE).path, 1)
         left = SPARE_BYTES + PAGE
         with pytest.raises(StorageFull, match="the host has"):
             segments.create(CreateSegment("a", 6 * PAGE))
-        assert MemorySegment(segments.find("a").path).read_at(0, 4 * PAGE).all()
-        segments.create(CreateSegment("a", 5 * PAGE))  # the old four pages count as free
+        assert read_values(segments.find("a").path) == {1}
 
 
 async def test_memory_of_a_granted_but_empty_segment_is_not_granted_twice() -> None:
     async with MemorySegments(lambda: SPARE_BYTES + 10 * PAGE) as segments:
-        segments.create(CreateSegment("a", 6 * PAGE))
-        with pytest.raises(StorageFull, match=f"the host has {SPARE_BYTES + 4 * PAGE}"):
+        create(segments, "a", 6 * PAGE)
+        with pytest.raises(StorageFull, match=f"the host has {4 * PAGE + SPARE_BYTES}"):
             segments.create(CreateSegment("b", 5 * PAGE))
-        segments.create(CreateSegment("b", 4 * PAGE))
+        create(segments, "b", 4 * PAGE)
+
+
+async def test_new_copy_replaces_the_earlier_one_at_its_commit() -> None:
+    async with MemorySegments(get_free_bytes) as segments:
+        fill(create(segments, "a:optimizer", PAGE).path, 1)
+        for end in (segments.discard, segments.commit):
+            fill(segments.create(CreateSegment("a:optimizer", PAGE)).path, 2)
+            assert read_values(segments.find("a:optimizer").path) == {1}
+            end("a:optimizer")
+        segments.commit("a:optimizer")  # a repeated call changes nothing
+        assert read_values(segments.find("a:optimizer").path) == {2}
+        assert segments.unused_bytes == PAGE
+        with pytest.raises(NotFound):
+            segments.commit("b:optimizer")
+
+
+async def test_unused_memory_serves_only_its_own_process_again() -> None:
+    async with MemorySegments(get_free_bytes) as segments:
+        made = create(segments, "a:optimizer", 4 * PAGE)
+        fill(made.path, 1)
+        segments.delete("a:optimizer")
+        other = create(segments, "b:optimizer", 4 * PAGE)
+        assert other.path != made.path and read_values(other.path) == {0}
+        create(segments, "a:parameters", PAGE)  # too small for that memory
+        assert create(segments, "a:gradients", 4 * PAGE - 1) == made
+        assert segments.unused_bytes == 0
+
+
+async def test_released_memory_is_free_though_a_process_maps_it() -> None:
+    left = 1 << 40
+    async with MemorySegments(lambda: left) as segments:
+        mapped = fill(create(segments, "a:optimizer", 4 * PAGE).path, 1)
+        segments.delete("a:optimizer")
+        segments.release_unused()
+        assert segments.unused_bytes == 4 * PAGE
+        left = POOL_SPARE_BYTES - 1
+        segments.release_unused()
+        assert segments.unused_bytes == 0 and not mapped.read_chunk(0, 4 * PAGE).any()
+        left, mapped = 1 << 40, fill(create(segments, "a:optimizer", PAGE).path, 1)
+        segments.delete_process("a")
+        assert not segments.keys and not mapped.read_chunk(0, PAGE).any()
 
 
 async def test_mapped_segment_cannot_be_resized() -> None:
     async with MemorySegments(get_free_bytes) as segments:
-        path = segments.create(CreateSegment("a", PAGE)).path
+        path = create(segments, "a", PAGE).path
         descriptor = os.open(path, os.O_RDWR)
         for size in (0, 2 * PAGE):
             with pytest.raises(PermissionError):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from meshrl.common.base.errors import ConfigError, PeerLost
 from meshrl.common.base.files import offloaded_tensors
+from meshrl.common.base.files.offload_media import OffloadFile
 from meshrl.common.base.host.settings import make_offload_path
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.supervision.exit_reports import read_last_exits
@@ -251,11 +252,8 @@ class Tensor:
     def sizes_bytes(self) -> dict[str, int]:
         return {"weights": 8}
 
-    def read(self, name: str, start: int, end: int) -> NDArray[np.uint8]:
-        return np.arange(start, end, dtype=np.uint8)
-
-    def write(self, name: str, start: int, piece: NDArray[np.uint8]) -> None:
-        raise NotImplementedError
+    def read_into(self, name: str, start: int, out: NDArray[np.uint8]) -> None:
+        out[:] = np.arange(start, start + len(out), dtype=np.uint8)
 
 
 class World:
@@ -298,7 +296,7 @@ class World:
 
     def write_offloaded_state(self) -> None:
         """Write the files that a process leaves when it sleeps on disk."""
-        medium = offloaded_tensors.OffloadFile(self.file, create=True)
+        medium = OffloadFile(self.file, create=True)
         offloaded_tensors.offload(medium, {}, Tensor())
         medium.commit()
         medium.close()

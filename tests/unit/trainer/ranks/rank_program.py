@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from meshrl.common.api.ranks import Rendezvous
 from meshrl.common.base.files import offloaded_tensors
-from meshrl.common.base.files.offloaded_tensors import OffloadFile
+from meshrl.common.base.files.offload_media import OffloadFile
 from meshrl.common.model.files.tensor_source import batch_by_bytes
 from meshrl.common.weights.transports.rendezvous import format_rendezvous_url, open_listener
 from meshrl.services.trainer.compute.gradient_transfer import cut_pieces

@@ -11,6 +11,7 @@ import pytest
 from meshrl.common.api.calls.role import TierUsage
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import CorruptData, MeshError, RankLost, Refused, StorageFull
+from meshrl.common.base.files.offloaded_tensors import BLOCK_BYTES
 from meshrl.common.base.host.settings import make_offload_path
 from meshrl.common.base.random import Random
 from meshrl.common.state.jobs import JobRow
@@ -126,7 +127,7 @@ async def test_corrupt_offload_file_is_quarantined_and_the_state_lost_by_type(
         await bench.set_tier("disk")
         file = make_offload_path(tmp_path, bench.core.mesh.name, "parameters")
         with file.open("r+b") as content:
-            content.seek(file.stat().st_size - 5)
+            content.seek(BLOCK_BYTES + 5)  # behind the header
             content.write(b"\xff\x01\xff\x02")
         with pytest.raises(CorruptData):
             await bench.set_tier("accelerator")
