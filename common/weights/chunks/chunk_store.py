@@ -70,7 +70,9 @@ def make_write_error(error: OSError, path: Path) -> MeshError:
 class ScratchFile:
     """Chunk being written: `commit` makes it durable and visible, `discard` removes it.
 
-    A cached chunk need not be durable: after a power failure it may not match its digest.
+    It is locked until `discard` or `unlock`, so that a process that maps it does not hash it before
+    it is recorded as verified. A cached chunk need not be durable: after a power failure it may not
+    match its digest.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class ScratchFile:
             )
         except OSError as error:
             raise make_write_error(error, target) from error
+        try_lock(self._fd)
 
     def write(self, content: bytes | memoryview) -> None:
         """Append bytes to the chunk. StorageFull: the disk is full."""
@@ -121,6 +124,11 @@ class ScratchFile:
                 fsync_path(self._target.parent)
         except OSError as error:
             raise make_write_error(error, self._target) from error
+
+    def unlock(self) -> None:
+        """Let other processes hash the file."""
+        with suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def discard(self) -> None:
         """Close the file, and remove it unless it was committed."""
@@ -201,19 +209,25 @@ class ChunkStore:
         return True
 
     def mark_used(self, digest: str) -> bool:
-        """Set the access time of a chunk to now and keep it verified; False if missing."""
+        """Set the access time of a chunk to now and keep it verified; False if missing.
+
+        Another process that has locked the chunk is using it, and so records that.
+        """
+
+        def set_access_time(path: Path) -> None:
+            os.utime(path, ns=(self._read_clock_ns(), path.stat().st_mtime_ns))
+
         try:
-            self._set_chunk_time(
-                digest,
-                lambda path: os.utime(path, ns=(self._read_clock_ns(), path.stat().st_mtime_ns)),
-            )
+            self._set_chunk_time(digest, set_access_time, even_if_locked=False)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
             raise make_write_error(error, self.chunk_path(digest)) from error
         return True
 
-    def _set_chunk_time(self, digest: str, set_times: Callable[[Path], None]) -> None:
+    def _set_chunk_time(
+        self, digest: str, set_times: Callable[[Path], None], *, even_if_locked: bool = True
+    ) -> None:
         """Change a time of a chunk's file and keep its verification record valid.
 
         The file is locked until then, so that a process that maps it does not hash it again.
@@ -221,7 +235,8 @@ class ChunkStore:
         path = self.chunk_path(digest)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            try_lock(descriptor)
+            if not try_lock(descriptor) and not even_if_locked:
+                return
             known = self.is_verified(digest)
             set_times(path)
             if known:

@@ -75,9 +75,11 @@ class PartialFile:
         """
         with self._lock:
             if not self._is_committed:
-                self._require_scratch().commit()
+                scratch = self._require_scratch()
+                scratch.commit()
                 if self._chunks is not None and self.is_valid:
                     self._chunks.record_verified(self.digest)
+                scratch.unlock()
             self._is_committed = True
 
     def reset(self) -> None:

@@ -84,23 +84,41 @@ async def test_version_is_hashed_when_stored_and_mapped_by_all(hosts: Hosts, hos
     )
 
 
-@pytest.mark.parametrize("mark", [ChunkStore.mark_used, ChunkStore.mark_written])
+def save_again(chunks: ChunkStore, digest: str) -> bool:
+    chunks.chunk_path(digest).unlink()
+    chunks.save(digest, b"content")
+    return True
+
+
+@pytest.mark.parametrize("change", [ChunkStore.mark_used, ChunkStore.mark_written, save_again])
 def test_chunk_stays_locked_until_its_new_time_is_recorded(
-    tmp_path: Path, mark: Callable[[ChunkStore, str], bool]
+    tmp_path: Path, change: Callable[[ChunkStore, str], bool]
 ) -> None:
     is_free: list[bool] = []
 
     def read_clock() -> float:
-        with chunks.open(digest) as file:
-            is_free.append(try_lock(file.fileno()))
+        if chunks.has(digest):
+            with chunks.open(digest) as file:
+                is_free.append(try_lock(file.fileno()))
         return 1e9
 
     chunks = ChunkStore(tmp_path)
     digest = chunks.write(b"content")
     chunks = ChunkStore(tmp_path, read_clock)
-    assert mark(chunks, digest) and is_free and not any(is_free)
+    assert change(chunks, digest) and is_free and not any(is_free)
     with chunks.open(digest) as file:
         assert try_lock(file.fileno())
+
+
+def test_chunk_that_others_lock_keeps_its_time_when_used(tmp_path: Path) -> None:
+    chunks = ChunkStore(tmp_path)
+    digest = chunks.write(b"content")
+    chunks.record_verified(digest)
+    with chunks.open(digest) as file:
+        assert try_lock(file.fileno())
+        before = os.stat(file.fileno())
+        assert chunks.mark_used(digest)
+        assert os.stat(file.fileno()) == before and chunks.is_verified(digest, before)
 
 
 async def test_version_without_a_record_is_hashed_once_per_host(hosts: Hosts) -> None:
