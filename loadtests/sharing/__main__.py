@@ -3,11 +3,19 @@
 Usage:
 
     python -m loadtests.sharing policies
+    python -m loadtests.sharing gang [--steps 12] [--budgets 1.6,1.2,2.0]
 
 - `policies`: the policies of time slices under virtual time, on `--cases` small random cases
   against every order (`*_over_oracle`: median ratio of the mean response time; `_p95`), and on
   `--workloads` longer ones: `*_makespan_ratio` to the default policy, `*_wait_p99_s`,
   `*_response_mean_s`, `*_switch_share`.
+- `gang`: two jobs with engines of their own whose cores share a gang, on the real mesh with
+  emulated accelerators, without staleness and with fixed seeds. `bit_equal`: each job's weights of
+  all steps are those of the job alone. `gpu_hours_saved`: of those on separate gangs.
+  `slowdown_max`: of a job's training time relative to the job alone. `switch_s_warm` and
+  `switch_s_cold` (to or from a disk), `switch_share` of the time, and `prefetch_hidden_share` of
+  the loaded bytes. Each budget of `--budgets` is that multiple of a core's tensors on the
+  accelerator; figures of all but the first end with it.
 
 The last line is JSON.
 """
@@ -15,21 +23,37 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 from loadtests.measuring.entry import options, parts_of
 from loadtests.sharing.policies import measure_policies
+from loadtests.sharing.shared_gang import GangPlan, measure_shared_gang
 
 
 def run_policies(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     return measure_policies(chosen.cases, chosen.workloads, chosen.seed)
 
 
+def run_gang(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    plan = GangPlan(chosen.steps, chosen.rollout_pace, chosen.training_pace)
+    return measure_shared_gang(plan, list(map(float, chosen.budgets.split(","))), os.environ)
+
+
 def main() -> None:
-    parser = options(__doc__, cases=200, workloads=40, seed=0)
+    parser = options(
+        __doc__,
+        cases=200,
+        workloads=40,
+        seed=0,
+        steps=(12, "of each job of a gang"),
+        budgets=("1.6,1.2,2.0", "of an accelerator, in cores"),
+        rollout_pace="100/8/100000",
+        training_pace="400/300",
+    )
     parser.add_argument("parts", nargs="*", help="parts to run; all without any")
-    parts_of(parser, parser.parse_args(), {"policies": run_policies})
+    parts_of(parser, parser.parse_args(), {"policies": run_policies, "gang": run_gang})
 
 
 if __name__ == "__main__":

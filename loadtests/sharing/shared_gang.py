@@ -1,0 +1,250 @@
+"""Two jobs with engines of their own, whose cores share a gang, compared with separate gangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadtests.jobs.mesh import RunningMesh, accounts, mesh_up
+from loadtests.measuring.entry import print_progress
+from meshrl.client.client import JobHandle
+from meshrl.common.api.node import SliceRecord
+from meshrl.common.base.errors import MeshError
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.directory.owner_mesh import open_owner_mesh
+from meshrl.view.mesh.gang_slices import is_time_sliced, read_gang_slices
+
+JOB = Path(__file__).parents[2] / "tests/mesh/jobs/digits.toml"
+NAMES = ("first", "second")
+SEPARATE_WORKERS, SHARED_WORKERS = 4, 3  # of two jobs: an engine and a core each, or one core's
+POLL_S = 1.0
+PLACED_S = 120.0  # until both cores share a gang
+SETTINGS: dict[str, Any] = {
+    "model.config.hidden_size": 256,
+    "model.config.intermediate_size": 768,
+    "model.config.num_hidden_layers": 5,
+    "model.config.num_attention_heads": 8,
+    "model.config.num_key_value_heads": 2,
+    "model.config.head_dim": 32,
+    "rollout.slots": 8,
+    "training.bin_tokens": 96,
+    "training.deterministic": "true",
+    "training.checkpoint_every": 1000,
+    "algorithm.max_staleness": 0,
+    "algorithm.filter_zero_variance": "false",
+    "reward.deadline_s": 10.0,
+    "planner.imbalance": 1000.0,
+    "pool.workers.most": 2,
+    "pool.colocate": "never",
+}
+
+
+@dataclass(frozen=True)
+class GangPlan:
+    """Jobs of the benchmark and the speeds of their emulated accelerators."""
+
+    steps: int
+    rollout_speed: str
+    training_speed: str
+
+    def list_overrides(self, seed: int) -> list[str]:
+        """Return the `--set` overrides of a job with this seed."""
+        changes = SETTINGS | {
+            "seed": seed,
+            "budget.steps": self.steps,
+            "rollout.emulate": self.rollout_speed,
+            "training.emulate": self.training_speed,
+        }
+        return [f"{key}={value}" for key, value in changes.items()]
+
+
+@dataclass
+class GangRun:
+    """Results of the jobs of one mesh."""
+
+    manifests: dict[str, list[str]] = field(default_factory=dict)  # of all steps, by job
+    training_s: dict[str, float] = field(default_factory=dict)  # first to last step, by job
+    span_s: float = 0.0  # from the first step of any job to the last
+    slices: list[SliceRecord] = field(default_factory=list)
+    instance_bytes: int = 0  # largest accelerator bytes of a worker's instances
+    honest: dict[str, Any] = field(default_factory=dict)
+
+
+async def run_gang(plan: GangPlan, names: Sequence[str], workers: int, shared: bool) -> GangRun:
+    """Run the jobs at the same time on a mesh of so many workers; `shared`: cores on one gang."""
+    with tempfile.TemporaryDirectory(prefix="g-") as made:
+        async with mesh_up(Path(made), workers) as mesh:
+            found = GangRun()
+            async with _record_slices(mesh, found):
+                handles = [await _submit(mesh, plan, names[0])]
+                if shared:
+                    await _wait_for_core(mesh, names[0])
+                for name in names[1:]:
+                    handles.append(await _submit(mesh, plan, name))
+                    if shared:
+                        print_progress(await _place(mesh, name, names[0]))
+                summaries = list(await asyncio.gather(*map(mesh.finished, handles)))
+            _read_steps(mesh, names, found)
+        found.honest = {**mesh.watched.honest(), **accounts(summaries)}
+    return found
+
+
+async def _submit(mesh: RunningMesh, plan: GangPlan, name: str) -> JobHandle:
+    return await mesh.submit(JOB, name, *plan.list_overrides(NAMES.index(name)))
+
+
+async def _wait_for_core(mesh: RunningMesh, job: str) -> None:
+    async with asyncio.timeout(PLACED_S):
+        while True:
+            gangs = await pool.read_gangs(mesh.state)
+            if any(one.job == job and one.core for gang in gangs for one in gang.instances):
+                return
+            await asyncio.sleep(POLL_S)
+
+
+async def _place(mesh: RunningMesh, job: str, partner: str) -> str:
+    """Place a job beside another as soon as the planner knows both."""
+    until = time.monotonic() + PLACED_S
+    while True:
+        try:
+            return await mesh.client.place(job, partner)
+        except MeshError:
+            if time.monotonic() > until:
+                raise
+        await asyncio.sleep(POLL_S)
+
+
+@contextlib.asynccontextmanager
+async def _record_slices(mesh: RunningMesh, found: GangRun) -> AsyncIterator[None]:
+    """Record the time slices of all gangs, and the bytes of instances, during the block."""
+    records: dict[tuple[str, int, float], SliceRecord] = {}
+
+    async def poll() -> None:
+        since_s = 0.0
+        async with open_owner_mesh(MeshPaths(mesh.root)) as own:
+            while True:
+                with contextlib.suppress(MeshError, TimeoutError):  # the next poll has it too
+                    now = time.time()
+                    for gang in await pool.read_gangs(mesh.state):
+                        if is_time_sliced(gang):
+                            read = await read_gang_slices(own, gang, since_s)
+                            records.update(
+                                ((gang.id, one.number, one.requested_s), one) for one in read.slices
+                            )
+                        for instance in gang.instances:
+                            for report in instance.reports.values():
+                                found.instance_bytes = max(
+                                    found.instance_bytes,
+                                    report.usage.accelerator * int(instance.core),
+                                )
+                    since_s = now - 2 * POLL_S
+                await asyncio.sleep(POLL_S)
+
+    task = asyncio.create_task(poll())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        found.slices = list(records.values())
+
+
+def _read_steps(mesh: RunningMesh, names: Sequence[str], found: GangRun) -> None:
+    """Read the steps of each job from the events of its run."""
+    ends: dict[str, list[float]] = {}
+    for name in names:
+        lines = (mesh.root / name / "events.jsonl").read_text().splitlines()
+        steps = [event for event in map(json.loads, lines) if event["kind"] == "step"]
+        found.manifests[name] = [step["fields"]["manifest"] for step in steps]
+        ends[name] = [step["ms"] / 1000 for step in steps]
+        found.training_s[name] = ends[name][-1] - ends[name][0]
+    found.span_s = max(e[-1] for e in ends.values()) - min(e[0] for e in ends.values())
+
+
+def describe_switches(slices: Sequence[SliceRecord], span_s: float) -> dict[str, Any]:
+    """Return durations and shares of the moves of tensors between slices."""
+    moved = [one for one in slices if one.moves]
+    cold = [
+        one.granted_s - one.chosen_s
+        for one in moved
+        if any(move.source == Tier.DISK or move.target == Tier.DISK for move in one.moves)
+    ]
+    all_s = [one.granted_s - one.chosen_s for one in moved]
+    warm = [s for s in all_s if s not in cold]
+    loaded = sum(
+        move.size_bytes for one in moved for move in one.moves if move.target == Tier.ACCELERATOR
+    )
+    hidden = sum(one.hidden_bytes for one in slices)
+    return {
+        "slices": len(slices),
+        "switches": len([one for one in slices if one.moves or one.hidden_bytes]),
+        "switch_s_warm": statistics.median(warm) if warm else None,
+        "switch_s_cold": statistics.median(cold) if cold else None,
+        "switch_share": sum(all_s) / span_s if span_s else None,
+        "prefetch_hidden_share": hidden / (hidden + loaded) if hidden + loaded else None,
+    }
+
+
+@contextlib.contextmanager
+def declared_budget(environ: MutableMapping[str, str], size_bytes: int) -> Iterator[None]:
+    """Declare so many bytes for each accelerator of meshes that start in the block."""
+    environ["MESHRL_ACCELERATOR_BYTES"] = str(size_bytes)
+    try:
+        yield
+    finally:
+        del environ["MESHRL_ACCELERATOR_BYTES"]
+
+
+def compare_runs(
+    alone: Mapping[str, GangRun], separate: GangRun, shared: GangRun
+) -> dict[str, Any]:
+    """Compare the shared gang with separate gangs, and each job with its run alone."""
+    runs = [*alone.values(), separate, shared]
+    is_equal = all(shared.manifests[name] == run.manifests[name] for name, run in alone.items())
+    separate_hours = SEPARATE_WORKERS * separate.span_s
+    return {
+        "bit_equal": int(is_equal),
+        "gpu_hours_saved": 1 - SHARED_WORKERS * shared.span_s / separate_hours,
+        "slowdown_max": max(
+            shared.training_s[name] / run.training_s[name] for name, run in alone.items()
+        ),
+        "lost": sum(run.honest["lost"] for run in runs),
+        "trained_twice": sum(run.honest["trained_twice"] for run in runs),
+        "late_share": max(run.honest["late_share"] or 0.0 for run in runs),
+        "host_cores": max(run.honest["host_cores"] for run in runs),
+        "steal_cores": max(run.honest.get("steal_cores", 0.0) for run in runs),
+        "valid": min(run.honest["valid"] for run in runs),
+    }
+
+
+def measure_shared_gang(
+    plan: GangPlan, budgets: Sequence[float], environ: MutableMapping[str, str]
+) -> dict[str, Any]:
+    """Run each job alone, both on separate gangs, and both on one gang at each budget.
+
+    A budget of 1.6 holds the tensors of the core's kinds 1.6 times. The first one is compared with
+    the other arms; figures of the others end with their budget.
+    """
+    alone = {name: asyncio.run(run_gang(plan, [name], 2, False)) for name in NAMES}
+    separate = asyncio.run(run_gang(plan, NAMES, SEPARATE_WORKERS, False))
+    instance_bytes = max(run.instance_bytes for run in alone.values())
+    figures: dict[str, Any] = {"instance_bytes": instance_bytes}
+    for budget in budgets:
+        with declared_budget(environ, round(budget * instance_bytes)):
+            shared = asyncio.run(run_gang(plan, NAMES, SHARED_WORKERS, True))
+        found = compare_runs(alone, separate, shared)
+        found |= describe_switches(shared.slices, shared.span_s)
+        print_progress({"budget": budget, **found})
+        suffix = "" if budget == budgets[0] else f"_at_{budget:g}"
+        figures |= {f"{key}{suffix}": value for key, value in found.items()}
+    return figures
