@@ -24,6 +24,7 @@ class Source:
 
     instance: str
     computations: Sequence[tuple[float, float]]
+    ranks: frozenset[int] = RANKS
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Outcome:
 
 
 class Simulation:
-    """One gang of one rank, with the sources that request its slices."""
+    """One gang, with the sources that request its slices."""
 
     def __init__(self, policy: SlicePolicy, sources: Sequence[Source], switches: Switches) -> None:
         self._sources, self._switches = sources, switches
@@ -96,7 +97,8 @@ class Simulation:
             source = self._sources[number]
             ticket, service_s = f"{number}.{index}", source.computations[index][1]
             request = SliceRequest(
-                ticket, source.instance, 1, "i", index, ticket, "train_step", service_s, RANKS
+                *(ticket, source.instance, 1, "i", index, ticket, "train_step", service_s),
+                source.ranks,
             )
             self._queue.enqueue(request, now)
         elif kind == "begin":

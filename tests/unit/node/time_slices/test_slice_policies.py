@@ -163,6 +163,21 @@ def test_gang_idles_beside_a_request_only_for_the_last_holders_next_one(name: st
         assert outcome.idle_beside_waiting <= ANTICIPATION_SHARE * outcome.switching + 1e-9
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_requests_of_single_ranks_do_not_starve_one_for_all_ranks(name: str) -> None:
+    one_rank = [
+        Source(f"small{rank}", [(0.01, 0.9 + 0.2 * rank)] * 200, frozenset({rank}))
+        for rank in (0, 1)
+    ]
+    whole = Source("whole", [(1.0, 4.0)] * 10, frozenset({0, 1}))
+    names = [source.instance for source in (*one_rank, whole)]
+    free = Switches(dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0))
+    policy = {"exhaustive": Exhaustive(cap_s=20.0)}.get(name, POLICIES[name])
+    outcome = Simulation(policy, [*one_rank, whole], free).run()
+    assert len(outcome.waits) == 410
+    assert max(outcome.waits) <= 20.0 + 4.0
+
+
 def test_response_ratio_is_close_to_the_best_of_every_order() -> None:
     ratios = compare_with_oracle(POLICIES["hrrs"], 40, seed=1)
     assert min(ratios) >= 1.0 - 1e-9  # no policy is better than the best order
