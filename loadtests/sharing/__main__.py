@@ -15,7 +15,7 @@ Usage:
   `slowdown_max`: of a job's training time relative to the job alone. `switch_s_warm` and
   `switch_s_cold` (to or from a disk), `switch_share` of the time, and `prefetch_hidden_share` of
   the loaded bytes. Each budget of `--budgets` is that multiple of a core's tensors on the
-  accelerator; figures of all but the first end with it.
+  accelerator; figures of all but the first end with it in percent.
 
 The last line is JSON.
 """

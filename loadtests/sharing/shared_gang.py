@@ -245,6 +245,6 @@ def measure_shared_gang(
         found = compare_runs(alone, separate, shared)
         found |= describe_switches(shared.slices, shared.span_s)
         print_progress({"budget": budget, **found})
-        suffix = "" if budget == budgets[0] else f"_at_{budget:g}"
+        suffix = "" if budget == budgets[0] else f"_at_{100 * budget:.0f}"
         figures |= {f"{key}{suffix}": value for key, value in found.items()}
     return figures
