@@ -12,17 +12,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from meshrl.common.state.pool.workers.rows import Instance, InstancePhase, Tier
 from meshrl.directory.directory_paths import read_json, write_json
+from meshrl.view.history.slice_lanes import compute_hidden_share
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.process_usage import ProcessCpuTime
 
 # Fields of a tally that are stored in the run directory.
 STORED_FIELDS = (
     *("cpu", "tokens", "shared", "accelerator_s", "wall_s"),
-    *("warm_start_cached", "sessions", "prefixes"),
+    *("warm_start_cached", "sessions", "prefixes", "slices"),
 )
+ADDED_FIELDS = {"slices"}  # tallies of earlier versions do not have them
+# Stats of a process in time slices, beside `slice_s` by function.
+WAIT_STATS = ("turn_wait_s", "slice_switch_s")
+MOVED_STATS = ("slice_loaded_bytes", "slice_hidden_bytes")
 
 
 @dataclass
@@ -37,6 +43,8 @@ class JobUsage:
     warm_start_cached: bool = False
     sessions: list[list[int]] = field(default_factory=list)  # first and last ms (wall) of each
     prefixes: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine's incarnation
+    # by incarnation: seconds of time slices by function, and its switches
+    slices: dict[str, dict[str, float]] = field(default_factory=dict)
     _seen: dict[str, float] = field(default_factory=dict)  # of what serves all: key -> CPU-s
     _charged: dict[str, tuple[str, float]] = field(default_factory=dict)  # key -> name, CPU-s
     _turns: dict[str, float] = field(default_factory=dict)  # incarnation -> seconds of slices
@@ -49,7 +57,8 @@ class JobUsage:
         if not path.is_file():
             return cls()
         document = read_json(path)
-        return cls(**{name: document[name] for name in STORED_FIELDS})
+        known = [name for name in STORED_FIELDS if name in document or name not in ADDED_FIELDS]
+        return cls(**{name: document[name] for name in known})
 
     def write(self, path: Path, wall_s: float) -> None:
         """Write the tally, with the wall time of this session added."""
@@ -75,8 +84,9 @@ class JobUsage:
         Time-sliced processes report their compute time; others count by the places of their
         instances.
         """
+        self._update_slices(mesh, job)
         measured: dict[str, float] = {}
-        by_turns = {resident.id for _, resident in mesh.find_instances(job) if resident.time_sliced}
+        by_turns = {r.id: len(r.ranks) for _, r in mesh.find_instances(job) if r.time_sliced}
         for entry in mesh.entries:
             resident = str(entry.stats.get("instance", ""))
             if entry.alive and resident in by_turns and "turn_held_s" in entry.stats:
@@ -84,12 +94,42 @@ class JobUsage:
                 before = self._turns.get(entry.incarnation, 0.0 if self._has else None)
                 if before is not None:
                     more = max(0.0, measured[resident] - before)
-                    self.accelerator_s += more
+                    self.accelerator_s += by_turns[resident] * more
                 self._turns[entry.incarnation] = measured[resident]
         if self._has is not None:
             before_s, previous_count = self._has
             self.accelerator_s += previous_count * max(0.0, now_s - before_s)
         self._has = now_s, count_accelerators(mesh, job, measured)
+
+    def _update_slices(self, mesh: MeshSnapshot, job: str) -> None:
+        """Retain the last counts of each process in time slices."""
+        ranks = {instance.id: len(instance.ranks) for _, instance in mesh.find_instances(job)}
+        for entry in mesh.entries:
+            stats, count = entry.stats, ranks.get(str(entry.stats.get("instance", "")), 0)
+            if count and stats.get("turns"):
+                by_function = stats.get("slice_s", {}).items()
+                counts = {key: float(stats.get(key, 0.0)) for key in MOVED_STATS}
+                counts |= {key: count * float(stats.get(key, 0.0)) for key in WAIT_STATS}
+                counts |= {function: count * float(seconds) for function, seconds in by_function}
+                self.slices[entry.incarnation] = counts
+
+    def sum_slices(self) -> dict[str, Any]:
+        """Return accelerator-seconds of time slices by function, of waits and of switches, and the
+        hidden share of loaded bytes; empty without time slices.
+        """
+        sums: dict[str, float] = {}
+        for counts in self.slices.values():
+            for key, value in counts.items():
+                sums[key] = sums.get(key, 0.0) + value
+        if not sums:
+            return {}
+        wait_s, switch_s, loaded, hidden = (sums.pop(key) for key in WAIT_STATS + MOVED_STATS)
+        return {
+            "by_function_s": {name: round(s, 2) for name, s in sorted(sums.items())},
+            "wait_s": round(wait_s, 2),
+            "switch_s": round(switch_s, 2),
+            "hidden_share": compute_hidden_share(int(loaded), int(hidden)),
+        }
 
     def update_processes(
         self,

@@ -31,6 +31,7 @@ from meshrl.view.history.job_failures import summarize_failures
 from meshrl.view.history.lost_hosts import count_lost_hosts
 from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
 from meshrl.view.history.sample_files import iterate_samples
+from meshrl.view.history.slice_lanes import read_lanes
 from meshrl.view.mesh import prefix_stats
 from meshrl.view.mesh.rates import is_supervised_step
 from meshrl.view.recording import audit
@@ -110,6 +111,7 @@ def summarize(
         "cpu_total_s": round(sum(cpu_s.values()), 1),
         "cpu_shared_s": round(usage.shared_s, 1),
         "accelerator_s": round(usage.accelerator_s, 1),
+        "slices": usage.sum_slices(),
         **{
             f"{state}_s": round(seconds, 1)
             for state, seconds in sum_blocked_s(events, result.job, sessions=usage.sessions).items()
@@ -217,7 +219,11 @@ async def write_results(
     with guard("the report"):
         samples = select_report_samples(iterate_samples(run_dir))
         rows = thin_rows(recorder.record.iterate_rows())
-        page = render_page(found, rows, evaluations, events, document, kept_samples=samples)
+        page = render_page(
+            *(found, rows, evaluations, events, document),
+            kept_samples=samples,
+            lanes=read_lanes(run_dir),
+        )
         await room.write_when_space(lambda: write_page(run_dir, page))
     if document.get("tracking", {}).get("trace"):
         with guard("the trace, which `meshrl trace` can write later,"):
@@ -315,7 +321,8 @@ class LivePage:
         samples = select_report_samples(iterate_samples(run_dir))
         rows = thin_rows(recorded.iterate_rows())
         page = render_page(
-            found, rows, snapshot.evaluations, events, document, PAGE_INTERVAL_S, samples
+            *(found, rows, snapshot.evaluations, events, document),
+            *(PAGE_INTERVAL_S, samples, read_lanes(run_dir)),
         )
         with self._write_lock:
             if not self._is_closed:

@@ -20,9 +20,11 @@ from meshrl.view.history.event_text import format_event
 from meshrl.view.history.job_failures import FailureKind, format_count, format_share
 from meshrl.view.history.move_outcomes import format_outcome
 from meshrl.view.history.run_snapshot import Evaluation
+from meshrl.view.history.slice_lanes import GangLane
 from meshrl.view.history.worker_timeline import WorkerTimeline
 from meshrl.view.report import charts, figures, timeline
 from meshrl.view.report.charts import Figure
+from meshrl.view.report.slice_chart import draw_slice_chart
 from meshrl.view.report.summary_table import describe_no_finding, list_facts
 from meshrl.view.report.trajectory_table import render_trajectories
 
@@ -40,11 +42,12 @@ def render_page(
     document: dict[str, Any],
     refresh_s: float = 0.0,
     kept_samples: Sequence[dict[str, Any]] = (),
+    lanes: Sequence[GangLane] = (),
 ) -> str:
     """Return the report as one self-contained page, which reloads every `refresh_s` unless that is
     0.
 
-    `kept_samples` are those of `select_report_samples`.
+    `kept_samples` are those of `select_report_samples`, `lanes` those of `read_lanes`.
     """
     start_ms = events[0].ms if events else 0
     event_rows = [
@@ -63,6 +66,7 @@ def render_page(
         *render_figures(figures.make_health_figures(rows, events)),
         *render_figures(figures.make_trajectory_figures(rows)),
         (TIMELINE_TITLE, timeline.draw_timeline(WorkerTimeline.from_events(events))),
+        *([("Time slices", draw_slice_chart(lanes))] if lanes else []),
         *render_moves(events),
         *render_figures([figures.make_time_figure(rows)]),
         *([("Failed trajectories", _render_table(failed))] if failed else []),

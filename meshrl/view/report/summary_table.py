@@ -83,6 +83,7 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
             else []
         ),
         ("workers", used),
+        *([("time slices", format_slices(slices))] if (slices := summary.get("slices")) else []),
         *([("log-probability gap", f"{gap:.1e} at most")] if gap is not None else []),
         ("workers moved", f"{summary['workers_moved']} times to make steps faster"),
         *([("hosts lost", str(summary["hosts_lost"]))] if summary["hosts_lost"] else []),
@@ -95,6 +96,18 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *([("failed", failed)] if kinds or summary["typed_drops"] else []),
         ("health", _describe_health(summary)),
     ]
+
+
+def format_slices(slices: dict[str, Any]) -> str:
+    """Return accelerator-seconds by function, and the switches between instances."""
+    seconds: dict[str, float] = slices["by_function_s"]
+    by_function = ", ".join(f"{function} {of:,.1f} s" for function, of in seconds.items())
+    switch_s = slices["switch_s"]
+    share = switch_s / ((switch_s + sum(seconds.values())) or 1.0)
+    switches = f"switches {switch_s:,.1f} s ({100 * share:.1f} %)"
+    if (hidden := slices["hidden_share"]) is not None:
+        switches += f", {100 * hidden:.0f} % of the loaded bytes prefetched"
+    return f"{by_function}; {switches}"
 
 
 def _describe_health(summary: dict[str, Any]) -> str:

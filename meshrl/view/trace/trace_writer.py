@@ -18,6 +18,7 @@ from meshrl.common.base.files.json_lines import iterate_rows
 from meshrl.common.state.events import Event as RunEvent
 from meshrl.directory.directory_paths import format_path
 from meshrl.view.history.sample_files import ROTATED_SUFFIX
+from meshrl.view.history.slice_lanes import OTHER, build_lanes
 from meshrl.view.history.worker_timeline import WorkerTimeline
 from meshrl.view.recording.run_record import read_events
 from meshrl.view.trace.tracks import BarPart, BarShape, TraceBar, TraceEvent, TrackWriter
@@ -75,6 +76,8 @@ def read_notes(run_dir: Path) -> TraceNotes:
             del of[:-MAX_TRAJECTORIES]
         elif kind == "engine":
             found.engines.setdefault(name, []).extend(rows)
+        elif kind == "slices":
+            found.slices += rows
         else:
             found.trainer += rows
     return found
@@ -106,10 +109,11 @@ class TraceNotes:
     shards: dict[str, list[NoteRow]] = field(default_factory=dict)
     trainer: list[NoteRow] = field(default_factory=list)
     engines: dict[str, list[NoteRow]] = field(default_factory=dict)
+    slices: list[NoteRow] = field(default_factory=list)  # of all instances
 
     def iterate_rows(self) -> Iterator[NoteRow]:
         """Yield all rows."""
-        for rows in (*self.shards.values(), self.trainer, *self.engines.values()):
+        for rows in (*self.shards.values(), self.trainer, *self.engines.values(), self.slices):
             yield from rows
 
 
@@ -121,6 +125,7 @@ def draw_trace(notes: TraceNotes, events: Sequence[RunEvent]) -> Iterator[TraceE
     tracks = TrackWriter(min(start_times_s, default=0.0))
     yield from _draw_job(tracks, events)
     yield from _draw_workers(tracks, events)
+    yield from _draw_slices(tracks, notes.slices)
     trained = {  # by group, the step that trained it last: an abandoned one may have before
         int(group["group"]): int(event.fields["step"])
         for event in events
@@ -184,6 +189,30 @@ def _draw_workers(tracks: TrackWriter, events: Sequence[RunEvent]) -> Iterator[T
         for worker in mark.workers or ("",):
             args = {"reason": mark.text}
             yield from tracks.draw_instant("gangs", tids.get(worker, 0), "move", at_s, args)
+
+
+def _draw_slices(tracks: TrackWriter, notes: Sequence[NoteRow]) -> Iterator[TraceEvent]:
+    """Yield a track for each gang with the time slices of the run's instances and its switches."""
+    for lane in build_lanes(notes):
+        bars = [
+            TraceBar(
+                span.label,
+                span.start_s,
+                [(span.label, 1000 * span.duration_s)],
+                {
+                    "resident": span.instance,
+                    "function": span.function,
+                    "loaded_bytes": span.loaded_bytes,
+                    "hidden_bytes": span.hidden_bytes,
+                }
+                if span.kind != OTHER
+                else {},
+                f"{span.kind} {span.function}".strip(),
+                BarShape.WHOLE,
+            )
+            for span in lane.spans
+        ]
+        yield from tracks.draw_bars("time slices", lane.gang, bars)
 
 
 def _draw_trainer(tracks: TrackWriter, rows: Sequence[NoteRow]) -> Iterator[TraceEvent]:

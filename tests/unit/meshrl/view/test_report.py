@@ -159,6 +159,19 @@ def test_summary_has_the_documented_keys() -> None:
     assert (found["steps"], found["seed"], found["warm_start_cached"]) == (4, 3, True)
 
 
+def test_summary_and_table_have_the_time_slices() -> None:
+    counts = {"generate": 30.0, "turn_wait_s": 4.0, "slice_switch_s": 10.0}
+    moved = {"slice_loaded_bytes": 1.0, "slice_hidden_bytes": 3.0}
+    end = RunResult("tiny", Phase.FINISHED, 3, 61.23, ACCOUNT)
+    found = summarize(end, ROWS, EVALUATIONS, EVENTS, JobUsage(slices={"i": counts | moved}))
+    assert found["slices"]["by_function_s"] == {"generate": 30.0}
+    [text] = [text for name, text in list_facts(found) if name == "time slices"]
+    assert text == (
+        "generate 30.0 s; switches 10.0 s (25.0 %), 75 % of the loaded bytes prefetched"
+    )
+    assert "time slices" not in dict(list_facts(summary()))
+
+
 def test_only_moves_for_faster_steps_are_counted() -> None:
     assert [e.ms for e in list_planned_moves(EVENTS)] == [6010, 6015]
     assert summary()["workers_moved"] == 2

@@ -323,7 +323,7 @@ class SliceRecorder(Actor):
         assert not self.is_acquired
         self.functions.append(request.function)
         self.is_acquired = True
-        return TimeSlice(request.ticket, 60.0)
+        return TimeSlice(request.ticket, 60.0, 0.0)
 
     @call(Worker.release_slice)
     def release_slice(self, request: ReleaseSlice) -> None:

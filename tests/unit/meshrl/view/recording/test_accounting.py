@@ -23,6 +23,7 @@ from meshrl.common.state.pool.workers.rows import (
     WorkerRow,
 )
 from meshrl.common.state.registry import RegistryEntry
+from meshrl.directory.directory_paths import read_json, write_json
 from meshrl.runs.session import choose_exit_status
 from meshrl.view.health.findings import find_problems
 from meshrl.view.health.run_figures import collect_figures
@@ -223,6 +224,30 @@ def test_time_sliced_instance_is_charged_its_compute_time() -> None:
         alone.update_workers(replace(mesh(BOTH), entries=[entry]), "a", now_s)
     assert alone.accelerator_s == pytest.approx(10.0), "it takes no turns"
     assert a.accelerator_s == pytest.approx(3.0), "what it had computed before is another's count"
+
+
+def test_slices_of_all_processes_of_a_job_are_summed_by_function(tmp_path: Path) -> None:
+    gang = Gang("g0", ("w0", "w1"), 1, (make_instance("g0.0", "a", 0, 1, turns=True),))
+    tally = JobUsage()
+    assert tally.sum_slices() == {}
+    for incarnation, train_s in (("i", 1.0), ("i", 2.0), ("restarted", 0.5)):
+        stats = {"instance": "g0.0", "turns": 3, "turn_wait_s": 0.5, "slice_switch_s": 0.25}
+        stats |= {"slice_s": {"train_step": train_s}, "slice_loaded_bytes": 10}
+        stats |= {"slice_hidden_bytes": 30}
+        entry = RegistryEntry("trainer/a", "trainer", incarnation=incarnation, stats=stats)
+        other = replace(entry, incarnation="other", stats=stats | {"instance": "g9.0"})
+        tally.update_workers(replace(mesh(gang), entries=[entry, other]), "a", 10.0)
+    tally.write(tmp_path / "usage.json", 0.0)
+    assert JobUsage.read(tmp_path / "usage.json").sum_slices() == {
+        "by_function_s": {"train_step": 5.0},  # on two accelerators
+        "wait_s": 2.0,
+        "switch_s": 1.0,
+        "hidden_share": 0.75,
+    }
+    document = read_json(tmp_path / "usage.json")
+    del document["slices"]  # of an earlier version
+    write_json(tmp_path / "usage.json", document)
+    assert JobUsage.read(tmp_path / "usage.json").sum_slices() == {}
 
 
 def admission(second: int, held: str) -> Event:

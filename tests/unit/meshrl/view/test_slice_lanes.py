@@ -1,0 +1,157 @@
+"""Lanes of time slices, from the notes of a run and from a slice scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshrl.common.api.node import KindMove, SliceExplanation, SliceRecord
+from meshrl.common.base.files.json_lines import encode_row
+from meshrl.view.history.slice_lanes import (
+    MIN_OTHER_S,
+    OTHER,
+    OTHER_JOB,
+    SLICE,
+    SWITCH,
+    build_lane,
+    build_lanes,
+    read_lanes,
+)
+from meshrl.view.report.slice_chart import WINDOW_S, draw_slice_chart
+from meshrl.view.trace.trace_writer import TraceNotes, draw_trace
+from tests.traced import check_trace, list_spans
+
+START_S = 1_700_000_000.0
+
+
+def note(
+    at: float, wait_ms: float, switch_ms: float, slice_ms: float, **more: Any
+) -> dict[str, Any]:
+    about = {"gang": "g0", "instance": "g0.0", "role": "engine", "function": "generate"}
+    parts = ["wait", wait_ms, "switch", switch_ms, "slice", slice_ms]
+    row = {"kind": "slice", "at": START_S + at, "parts": parts, "loaded_bytes": 0}
+    return row | {"hidden_bytes": 0} | about | more
+
+
+TRAINER = {"instance": "g0.1", "role": "trainer", "function": "train_step"}
+NOTES = [
+    note(0.0, 0.0, 0.0, 200.0),
+    note(0.1, 100.0, 300.0, 400.0, loaded_bytes=30, hidden_bytes=90, **TRAINER),
+    note(0.2, 1800.0, 0.0, 200.0),  # from 0.9 to 2.0 another job computed
+]
+
+
+def test_waits_without_own_slices_are_those_of_another_job() -> None:
+    [lane] = build_lanes(NOTES)
+    spans = [
+        (s.kind, round(s.start_s - START_S, 3), round(s.end_s - START_S, 3)) for s in lane.spans
+    ]
+    assert spans == [
+        (SLICE, 0.0, 0.2),
+        (SWITCH, 0.2, 0.5),
+        (SLICE, 0.5, 0.9),
+        (OTHER, 0.9, 2.0),
+        (SLICE, 2.0, 2.2),
+    ]
+    assert lane.spans[3].label == OTHER_JOB
+    assert lane.sum_slices_s() == pytest.approx({("", "generate"): 0.4, ("", "train_step"): 0.4})
+    assert lane.switch_s == pytest.approx(0.3)
+    assert lane.hidden_share == 0.75
+
+
+times = st.tuples(*(st.integers(0, 80) for _ in range(4)))
+
+
+@given(st.lists(times, min_size=1, max_size=8))
+def test_other_jobs_compute_exactly_where_only_waits_are(drawn: list[tuple[int, ...]]) -> None:
+    """Check each millisecond against the intervals of all notes."""
+    notes = [note(at / 1000, wait, switch, length) for at, wait, switch, length in drawn]
+    [lane] = build_lanes(notes)
+    found = [s for s in lane.spans if s.kind == OTHER]
+    runs: list[list[int]] = []
+    for ms in range(340):
+        waits = any(at <= ms < at + wait for at, wait, *_ in drawn)
+        computes = any(at + wait <= ms < at + wait + more + of for at, wait, more, of in drawn)
+        if waits and not computes:
+            if runs and runs[-1][1] == ms:
+                runs[-1][1] = ms + 1
+            else:
+                runs.append([ms, ms + 1])
+    edges = [[round(1000 * (at - START_S)) for at in (s.start_s, s.end_s)] for s in found]
+    shortest = round(1000 * MIN_OTHER_S)
+    assert [one for one in edges if one[1] - one[0] > shortest] == [
+        one for one in runs if one[1] - one[0] > shortest
+    ]
+
+
+def test_lanes_are_read_from_intact_lines(tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    lines = b"".join(encode_row(row, number) for number, row in enumerate(NOTES))
+    (tmp_path / "trace" / "slices-g0.0.jsonl").write_bytes(lines[:-20])
+    [lane] = read_lanes(tmp_path)
+    assert [span.kind for span in lane.spans] == [SLICE, SWITCH, SLICE]
+    assert read_lanes(tmp_path / "none") == []
+
+
+def make_record(**more: Any) -> SliceRecord:
+    about: dict[str, Any] = {
+        **{"number": 1, "instance": "g0.0", "job": "a", "function": "generate", "ranks": [0]},
+        **{"requested_s": 10.0, "chosen_s": 10.0, "granted_s": 10.0, "ended_s": 11.0},
+        **{"end": "released", "moves": [], "hidden_bytes": 0},
+    }
+    return SliceRecord(**about | more)
+
+
+def test_scheduler_names_the_jobs_and_its_running_slice_ends_now() -> None:
+    moves = [
+        KindMove("g0.0", "optimizer", "accelerator", "memory", 5, 0.1),
+        KindMove("g0.1", "parameters", "memory", "accelerator", 7, 0.1),
+    ]
+    running = make_record(
+        **{"number": 2, "instance": "g0.1", "job": "b", "chosen_s": 11.0, "granted_s": 11.5},
+        **{"ended_s": 0.0, "end": "", "moves": moves, "hidden_bytes": 21},
+    )
+    lane = build_lane(SliceExplanation("g0", "hrrs", [], [make_record(), running]), 14.0)
+    assert lane.sum_slices_s() == {("a", "generate"): 1.0, ("b", "generate"): 2.5}
+    assert (lane.switch_s, lane.hidden_share) == (0.5, 0.75)
+    assert [span.label for span in lane.spans] == [
+        "generate of a g0.0",
+        "switch to g0.1",
+        "generate of b g0.1",
+    ]
+    late = lane.clip(12.0, 13.0)
+    assert [(span.start_s, span.end_s) for span in late.spans] == [(12.0, 13.0)]
+
+
+def test_trace_has_a_track_for_each_gang_with_switches_of_their_own() -> None:
+    other = note(0.5, 0.0, 0.0, 100.0, gang="g1")
+    events = list(draw_trace(TraceNotes(slices=[*NOTES, other]), []))
+    check_trace(events)
+    spans = list_spans(events, "time slices")
+    assert [span["name"] for span in spans] == [
+        "generate of g0.0",
+        "switch to g0.1",
+        "train_step of g0.1",
+        OTHER_JOB,
+        "generate of g0.0",
+        "generate of g0.0",
+    ]
+    tracks = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
+    assert {"g0", "g1"} <= set(tracks)
+    switch = spans[1]
+    assert (switch["cat"], switch["dur"]) == ("switch train_step", 300_000)
+    assert switch["args"]["hidden_bytes"] == 90
+    assert "args" not in spans[3] or not spans[3]["args"]  # nothing of the other job
+
+
+def test_chart_shows_the_last_minute_of_each_gang() -> None:
+    old = note(-200.0, 0.0, 0.0, 100.0, function="sync")
+    text = draw_slice_chart(build_lanes([old, *NOTES]))
+    assert text.count("<rect") == 5
+    assert "train_step of g0.1: 400 ms" in text and OTHER_JOB in text and "sync" not in text
+    assert f"seconds of the last {WINDOW_S:.0f}" in text
+    assert "no time slices" in draw_slice_chart([])
