@@ -86,7 +86,7 @@ def make_config(changes: Changes) -> JobConfig:
 
 
 def train_one_step(rank: Rank, config: JobConfig, shape: ModelConfig) -> None:
-    assert rank.size_bytes, "moments have memory from the first report of a core's size on"
+    assert rank.learner.size_bytes, "moments have memory from the first report of a core's size on"
     for index in range(ROUNDS):
         rank.compute_round(index, [make_bin(config, shape)])
     rank.apply_gradient(ROUNDS, float(ROUNDS * TOKENS * rank.ranks), 1.0)

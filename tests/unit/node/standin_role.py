@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class Standin(KindCallsMixin):
 
     def __init__(self, note: Path, seat: Placement, mesh: Mesh) -> None:
         self._note = note
-        self.kinds = KindController(mesh, {}, mesh.host.run_blocking)
+        self.kinds = KindController(mesh, {}, partial(mesh.host.run_blocking, deadline_s=60.0))
         self.about: dict[str, Any] = seat.initial_stats()
 
     @call(RoleControl.drain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Process(KindCallsMixin):
     interface = RoleControl
 
     def __init__(self, mesh: Mesh) -> None:
-        self.kinds = KindController(mesh, {}, mesh.host.run_blocking)
+        self.kinds = KindController(mesh, {}, partial(mesh.host.run_blocking, deadline_s=60.0))
         self.wrong: dict[str, Exception] = {}  # by tier
         self.requests: list[str] = []
 

@@ -92,7 +92,7 @@ def find_bin(seconds: float) -> int:
 
 def compute_bin_end_s(bin: int) -> float:
     """Return the longest duration of a bin, in seconds."""
-    return SHORTEST_S * 2.0 ** (bin / BINS_PER_OCTAVE)
+    return SHORTEST_S * math.pow(2.0, bin / BINS_PER_OCTAVE)
 
 
 @dataclass(slots=True)

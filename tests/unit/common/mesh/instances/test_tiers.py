@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -61,7 +62,11 @@ class Bench:
         self.sleeper = OneTensor()
         source = TensorsOfKind(lambda: TensorStorages({}), self.sleeper.measure_bytes)
         self.kinds = KindController(
-            mesh, {"parameters": source}, mesh.host.run_blocking, "", str(files)
+            mesh,
+            {"parameters": source},
+            partial(mesh.host.run_blocking, deadline_s=60.0),
+            "",
+            str(files),
         )
         self.tiers = TierController(mesh, self.sleeper, self.kinds)
 
