@@ -43,7 +43,7 @@ from meshrl.services.node.instances.gpu_memory import GpuMemoryGuard
 from meshrl.services.node.instances.role_process import WorkerContext
 from meshrl.services.node.instances.segments import MemorySegments, SegmentCallsMixin
 from meshrl.services.node.instances.worker_instances import WorkerInstances
-from meshrl.services.node.slices.residency import FullyResident
+from meshrl.services.node.residency.residency_manager import ResidencyManager
 from meshrl.services.node.slices.slice_calls import SliceCallsMixin
 from meshrl.services.node.slices.slice_scheduler import SliceScheduler
 
@@ -58,16 +58,23 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
 
     def __init__(self, mesh: Mesh, row: WorkerRow, context: WorkerContext) -> None:
         self._mesh, self._row, self._budgets = mesh, row, context.budgets
+        self.residency = ResidencyManager(
+            mesh,
+            context.budgets,
+            context.gpu_memory,
+            lambda: self.instances.processes,
+            lambda *killed: self.instances.kill(*killed),
+        )
         self._wakeup = asyncio.Event()
         self._seen_revision: tuple[str, int, int] | None = None  # gang, membership, revision
         self._has_deleted_old_files = False  # offloaded by earlier instances to disk
         self.gang: Gang | None = None
         self.instances = WorkerInstances(
-            context,
+            replace(context, room=self.residency),
             self._invalidate_record,
             lambda instance: self.slice_scheduler.release_instance(instance),
         )
-        self.slice_scheduler = SliceScheduler(mesh, row.id, self.instances.kill, FullyResident())
+        self.slice_scheduler = SliceScheduler(mesh, row.id, self.instances.kill, self.residency)
         self.segments = context.segments
 
     def stats(self) -> WorkerStats:
@@ -212,7 +219,7 @@ async def _serve_with_segments(
     )
     worker = GangWorker(mesh, row, context)
     try:
-        async with worker.instances:
+        async with worker.residency, worker.instances:
             await mesh.join(worker, stats=lambda: worker.stats().encode())
             await worker.register()
             mesh.ready = True

@@ -46,6 +46,8 @@ class Budgets:
         self._peak_accelerator_bytes: dict[
             str, int
         ] = {}  # highest accelerator bytes of each process
+        # Processes whose tensor kinds can leave the accelerator while others compute.
+        self._movable: set[str] = set()
 
     def get_usage(self, name: str) -> TierBytes:
         """Return the last reported bytes of a process name; zeros if none is known."""
@@ -57,13 +59,8 @@ class Budgets:
 
     def sum_used_bytes(self, tier: Tier, excluding: str = "") -> int:
         """Return the bytes of a tier that all processes except `excluding` use or have claimed."""
-        field = BUDGET_FIELDS[tier]
-        claims = {name: size for name, (target, size) in self._claims.items() if target == tier}
-        return sum(
-            max(int(getattr(self.get_usage(name), field)), claims.get(name, 0))
-            for name in self._usage.keys() | claims.keys()
-            if name != excluding
-        )
+        used = self._list_used_bytes(tier)
+        return sum(size_bytes for name, size_bytes in used.items() if name != excluding)
 
     def stats(self) -> dict[str, int]:
         """Return the bytes used or claimed by tier, and the budget of each tier that has one."""
@@ -99,7 +96,11 @@ class Budgets:
         # On the accelerator a move takes the peak (an engine's weights are not offloaded below
         # it); elsewhere it takes what is on the accelerator now, or has come from there.
         usage, field = self.get_usage(name), BUDGET_FIELDS[tier]
-        offloaded_bytes = usage.accelerator or max(usage.memory, usage.disk)
+        copied_bytes = max(usage.memory, usage.disk)
+        offloaded_bytes = usage.accelerator or copied_bytes
+        if name in self._movable:  # some kinds are on the accelerator, others are not
+            peak_bytes = self.get_peak_accelerator_bytes(name)
+            offloaded_bytes = min(peak_bytes, usage.accelerator + copied_bytes)
         size_bytes = (
             self.get_peak_accelerator_bytes(name) if tier == Tier.ACCELERATOR else offloaded_bytes
         )
@@ -115,18 +116,42 @@ class Budgets:
         self._check_host(name, tier, size_bytes)
         self._claims[name] = (tier, size_bytes)
 
-    def record_usage(self, name: str, usage: TierBytes) -> None:
+    def reserve(self, name: str, size_bytes: int) -> None:
+        """Claim accelerator bytes for a process that starts or wakes, for which there is room."""
+        self._claims[name] = (Tier.ACCELERATOR, size_bytes)
+
+    def has_reservation(self, name: str) -> bool:
+        """Return True while a claim of accelerator bytes holds for the process."""
+        return name in self._claims and self._claims[name][0] == Tier.ACCELERATOR
+
+    def record_kinds(self, name: str, usage: TierBytes) -> None:
+        """Replace the bytes of a process by those of its tensor kinds; its claim stays."""
+        self._movable.add(name)
+        self._store_usage(name, usage)
+
+    def record_fixed(self, name: str) -> None:
+        """Record that a process has no tensor kinds that can leave the accelerator."""
+        self._movable.discard(name)
+
+    def record_usage(self, name: str, usage: TierBytes, *, can_move: bool = False) -> None:
         """Replace the bytes of a process by those that it reports; its claim ends.
 
+        `can_move`: it computes in time slices, so that its kinds can leave the accelerator.
+
         Raises:
-            OverBudget: The accelerator's budget is exceeded. The usage is recorded nevertheless.
+            OverBudget: The accelerator's budget is exceeded, whatever the kinds of other processes
+                leave. The usage is recorded nevertheless.
         """
         self._claims.pop(name, None)
-        self._usage[name] = usage
-        self._peak_accelerator_bytes[name] = max(
-            usage.accelerator, self._peak_accelerator_bytes.get(name, 0)
+        self._store_usage(name, usage)
+        if can_move:
+            self._movable.add(name)
+        limit = self.limits.accelerator
+        used = usage.accelerator + sum(
+            size_bytes
+            for other, size_bytes in self._list_used_bytes(Tier.ACCELERATOR).items()
+            if other != name and other not in self._movable
         )
-        limit, used = self.limits.accelerator, self.sum_used_bytes(Tier.ACCELERATOR)
         if limit and used > limit and usage.accelerator:
             raise OverBudget(
                 f"{name} uses {usage.accelerator} bytes of the accelerator, which makes {used} "
@@ -151,8 +176,24 @@ class Budgets:
 
     def remove(self, name: str) -> None:
         """Remove a process name with all its bytes, peak and claim."""
+        self._movable.discard(name)
         for table in (self._claims, self._usage, self._peak_accelerator_bytes):
             table.pop(name, None)
+
+    def _store_usage(self, name: str, usage: TierBytes) -> None:
+        self._usage[name] = usage
+        self._peak_accelerator_bytes[name] = max(
+            usage.accelerator, self._peak_accelerator_bytes.get(name, 0)
+        )
+
+    def _list_used_bytes(self, tier: Tier) -> dict[str, int]:
+        """Return the bytes of a tier that each process uses or has claimed."""
+        field = BUDGET_FIELDS[tier]
+        claims = {name: size for name, (target, size) in self._claims.items() if target == tier}
+        return {
+            name: max(int(getattr(self.get_usage(name), field)), claims.get(name, 0))
+            for name in self._usage.keys() | claims.keys()
+        }
 
     def _check_host(self, name: str, tier: Tier, size_bytes: int) -> None:
         """Raise OverBudget if the host has too little free memory or disk for the tier."""

@@ -35,6 +35,20 @@ class GpuMemoryGuard:
 
     def __init__(self, mesh: Mesh, uuid: str = "") -> None:
         self._mesh, self._uuid = mesh, uuid
+        # that the driver takes for each process, beside its tensors
+        self.context_bytes = CONTEXT_BYTES["cuda" if uuid else "cpu"]
+
+    async def read_total_bytes(self) -> int:
+        """Return the GPU's memory; 0 without a GPU, or if the GPU shares the host's memory.
+
+        Raises the driver's errors of `check_free`, and DeadlineExceeded.
+        """
+        if not self._uuid:
+            return 0
+        memory = await self._mesh.host.run_blocking(
+            _read_memory, self._uuid, deadline_s=DRIVER_TIMEOUT_S
+        )
+        return 0 if memory is None else memory.total_bytes
 
     async def check_free(
         self, instance: Instance, name: str, peak_bytes: int, worker_processes: Mapping[int, str]
@@ -52,8 +66,8 @@ class GpuMemoryGuard:
         """
         if not self._uuid:
             return
-        context_bytes = CONTEXT_BYTES["cuda"]  # no process reports it among its own bytes
-        needed_bytes = max(peak_bytes + context_bytes, await self.estimate_min_bytes(instance))
+        # no process reports the context among its own bytes
+        needed_bytes = max(peak_bytes + self.context_bytes, await self.estimate_min_bytes(instance))
         memory = await self._mesh.host.run_blocking(
             _read_memory, self._uuid, deadline_s=DRIVER_TIMEOUT_S
         )
@@ -69,13 +83,13 @@ class GpuMemoryGuard:
     async def estimate_min_bytes(self, instance: Instance) -> int:
         """Estimate an instance's minimum bytes on each of its workers from its job's model.
 
-        They include CUDA's context. Return its bytes alone if the job is no longer in Redis.
+        They include `context_bytes`. Return these alone if the job is no longer in Redis.
         """
         try:
             row = await jobs.read_job(self._mesh.state, instance.job)
         except NotFound:
-            return CONTEXT_BYTES["cuda"]
-        memory = derive_role_memory(row.document, "cuda")
+            return self.context_bytes
+        memory = derive_role_memory(row.document, "cuda" if self._uuid else "cpu")
         requirements = replace(derive_requirements(row.document), memory=memory)
         return estimate_accelerator_bytes(
             instance.role, instance.core, len(instance.ranks), requirements

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshrl.common.api.calls.role import RoleControl, SetTier
@@ -37,7 +37,9 @@ from meshrl.common.mesh.process.supervision.supervisor import (
     SupervisorHooks,
 )
 from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.state.pool.workers.rows import InstancePhase, Tier, TierBytes
+from meshrl.services.node.instances.accelerator_room import AcceleratorRoom, UncountedRoom
 from meshrl.services.node.instances.budgets import Budgets, OverBudget
 from meshrl.services.node.instances.desired_roles import DesiredRole
 from meshrl.services.node.instances.gpu_memory import GpuMemoryFull, GpuMemoryGuard
@@ -63,10 +65,13 @@ RESTART_AFTER_SUCCESS_S = (
     3.0  # after a clean exit of a process that is still desired: its job has resumed
 )
 SET_TIER_RETRY_S = 1.0  # a process that rejects a move now may soon accept it
+ROOM_POLL_S = 0.2  # while others leave the accelerator
+RESTART_ROOM_TIMEOUT_S = 120.0  # for the same, before a restart
 MEMORY_RETRY_S = 5.0  # until the next check for room
 # An error that a retry may not repeat, such as one of a disk or of a peer of the process. After
 # this time it is reported as a failure, so that the planner or a person decides otherwise.
 SET_TIER_ERROR_TOLERANCE_S = 30.0
+WAITING_FOR_ROOM = "waiting until the tensors of other instances have left the accelerator"
 STARTUP_TIMEOUT = Failure(
     "NotReady",
     f"the process was killed: its start made no progress for {NO_PROGRESS_TIMEOUT_S:g} s",
@@ -86,6 +91,7 @@ class WorkerContext:
     segments: MemorySegments
     gpu_memory: GpuMemoryGuard
     accelerator: str = "cpu:0"  # the worker's, by name
+    room: AcceleratorRoom = field(default_factory=UncountedRoom)  # beside other instances
 
     def log_path(self, name: str) -> Path:
         return self.log_directory / (name.replace("/", "-") + ".log")
@@ -136,6 +142,8 @@ class RoleProcess(SupervisorHooks):
         self.is_ready = False  # it has reported that it is ready
         self._reached: tuple[Tier, bool, int] | None = None  # tier, time-sliced, epoch
         self._tier_task: asyncio.Task[None] | None = None
+        self.is_moving = False  # the whole process changes its tier
+        self._room_bytes = 0  # estimate of its accelerator bytes; 0: not estimated yet
         self._retry_at = 0.0  # when a rejected or failed move is retried
         self._reported_rejection: tuple[InstancePhase, type[MeshError]] | None = (
             None  # the report on record
@@ -152,6 +160,10 @@ class RoleProcess(SupervisorHooks):
     def pid(self) -> int:
         """Pid of the process; 0: none runs."""
         return next((child.pid for child in self.children), 0)
+
+    @property
+    def is_time_sliced(self) -> bool:
+        return self.desired.instance.time_sliced
 
     @property
     def can_stop(self) -> bool:
@@ -184,6 +196,11 @@ class RoleProcess(SupervisorHooks):
         """
         self._is_down = False
         try:
+            if not await self._reserve_room():
+                self._is_down, self._retry_at = True, self._now() + ROOM_POLL_S
+                if self.detail != WAITING_FOR_ROOM:
+                    self._enter_phase(InstancePhase.STARTING, WAITING_FOR_ROOM)
+                return
             self._context.budgets.check_start(self.name)
             await self._check_gpu_memory()
             self._enter_phase(InstancePhase.STARTING, "")
@@ -212,9 +229,16 @@ class RoleProcess(SupervisorHooks):
                 return
             self._report_rejection(InstancePhase.FAILED, error)
             self._retry_at = self._now() + MEMORY_RETRY_S
-        except (DeadlineExceeded, StateUnavailable, GpuLost, GpuQueryFailed, NoDriver) as error:
-            self._is_down = True  # the free memory is unknown
-            is_redis_away = isinstance(error, StateUnavailable)
+        except (
+            DeadlineExceeded,
+            ServiceUnavailable,
+            StateUnavailable,
+            GpuLost,
+            GpuQueryFailed,
+            NoDriver,
+        ) as error:
+            self._is_down = True  # the free memory is unknown, or the gang grants no time slice
+            is_redis_away = isinstance(error, StateUnavailable | ServiceUnavailable)
             self._report_rejection(
                 InstancePhase.STARTING if is_redis_away else InstancePhase.FAILED, error
             )
@@ -231,6 +255,21 @@ class RoleProcess(SupervisorHooks):
                 final=failure.is_fatal,
             )
             await self._report_exit(child_exit)
+
+    async def _reserve_room(self) -> bool:
+        """Reserve room beside the instances with which the process shares the accelerator.
+
+        Return False while these leave it. Raises the errors of `AcceleratorRoom.reserve`.
+        """
+        instance, context = self.desired.instance, self._context
+        is_shared = instance.time_sliced and instance.tier == Tier.ACCELERATOR
+        if not is_shared or not context.room.is_limited:
+            return True
+        peak_bytes = context.budgets.get_peak_accelerator_bytes(self.name)
+        if not self._room_bytes:
+            estimate = await context.gpu_memory.estimate_min_bytes(instance)
+            self._room_bytes = max(1, estimate - context.gpu_memory.context_bytes)
+        return context.room.reserve(self.desired, max(self._room_bytes, peak_bytes))
 
     async def _check_gpu_memory(self) -> None:
         """Raise GpuMemoryFull if other programs have the memory that the process needs."""
@@ -251,6 +290,7 @@ class RoleProcess(SupervisorHooks):
             self._exit_reports.stop()
         was_ready, self.is_ready = self.is_ready, False
         self._enter_phase(InstancePhase.DRAINING, reason)
+        self._context.room.cancel_reservation(self.name)
         if (tier_task := self._tier_task) is not None:
             tier_task.cancel()
             await asyncio.wait([tier_task])
@@ -314,6 +354,10 @@ class RoleProcess(SupervisorHooks):
         tier, time_sliced, epoch = target
         try:
             if tier != self.tier:
+                while self._reached is not None and not await self._reserve_room():
+                    await self._mesh.clock.sleep(ROOM_POLL_S)
+                    if self._target != target:
+                        raise Fenced("the desired state has changed", where=self.name)
                 budgets.claim(self.name, tier)
                 if self._reached is not None:  # it sleeps; a process that starts was checked before
                     await self._check_gpu_memory()
@@ -322,15 +366,18 @@ class RoleProcess(SupervisorHooks):
                     self._on_change()
             files = self._mesh.settings.make_offload_directory(self._mesh.name)
             request = SetTier(tier, epoch, time_sliced, self._mesh.name, files)
+            self.is_moving = tier != self.tier
             answer = await self._mesh.ref(self.name).call(RoleControl.set_tier, request)
             usage = TierBytes(answer.accelerator_bytes, answer.memory_bytes, answer.disk_bytes)
             self.tier, self._reached = tier, target
             self._failing_since = None
-            budgets.record_usage(self.name, usage)
+            budgets.record_usage(self.name, usage, can_move=time_sliced)
             self._enter_phase(InstancePhase.READY, "")
         except MeshError as error:
             await self._handle_set_tier_error(error, target)
         finally:
+            self.is_moving = False
+            self._context.room.cancel_reservation(self.name)
             budgets.cancel_claim(self.name)
             self._tier_task = None
             self._on_change()
@@ -414,6 +461,14 @@ class RoleProcess(SupervisorHooks):
                 await self._report_exit(
                     replace(child_exit, failure=STARTUP_TIMEOUT) if has_timed_out else child_exit
                 )
+                await self._wait_for_room()  # its supervisor starts it again
+
+    async def _wait_for_room(self) -> None:
+        """Wait for room for a restart; without any, the restart reports why it fails."""
+        with suppress(MeshError):
+            async with self._mesh.clock.timeout(RESTART_ROOM_TIMEOUT_S, "waiting for room"):
+                while not await self._reserve_room():
+                    await self._mesh.clock.sleep(ROOM_POLL_S)
 
     async def _report_exit(self, child_exit: ChildExit) -> None:
         """Report an exit to Redis, which fails the job if a restart cannot help or the error

@@ -342,14 +342,14 @@ class WorkerInstances:
 
         The supervisor restarts it. Raises DeadlineExceeded after KILL_S seconds.
         """
-        for process in self._processes():
+        for process in self.processes:
             if process.process_key == (instance, generation):
                 self.context.mesh.log.error("killed", process=process.name, why=why)
                 await process.kill(KILL_S)
 
     @property
     def children(self) -> list[ChildProcess]:
-        return [child for process in self._processes() for child in process.children]
+        return [child for process in self.processes for child in process.children]
 
     @property
     def slots(self) -> list[ProcessSlot]:
@@ -368,10 +368,12 @@ class WorkerInstances:
                 process.pid,
                 process.restarts,
             )
-            for process in self._processes()
+            for process in self.processes
         ]
 
-    def _processes(self) -> list[RoleProcess | AcceleratorReservation]:
+    @property
+    def processes(self) -> list[RoleProcess | AcceleratorReservation]:
+        """Processes and reservations of this worker."""
         return [slot.process for slot in self._slots.values() if slot.process is not None]
 
     def _start_slot(self, slot: ProcessSlot) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshrl.common.base.errors import StorageFull
 from meshrl.common.state.pool.workers.rows import TensorKind, Tier, TierBytes
+from meshrl.services.node.instances.budgets import OverBudget
 from meshrl.services.node.instances.gpu_memory import GpuMemoryFull
 from meshrl.services.node.residency.eviction_choice import Eviction, choose_evictions
 
@@ -67,6 +67,7 @@ class ResidencySnapshot:
     fixed_instances: frozenset[str] = frozenset()  # whose kinds must stay where they are
     waiting_instances: Sequence[str] = ()  # for time slices; the expected next one first
     rates: Mapping[str, float] = field(default_factory=dict)  # bytes per second, `source>target`
+    full_tiers: frozenset[str] = frozenset()  # that have rejected a copy, whatever their budget
 
     def free_bytes(self, tier: Tier) -> float:
         """Return the free bytes of a tier; infinity without a budget, negative if overdrawn."""
@@ -75,6 +76,8 @@ class ResidencySnapshot:
             Tier.MEMORY: (self.budgets.memory, self.other_bytes.memory),
             Tier.DISK: (self.budgets.disk, self.other_bytes.disk),
         }[tier]
+        if tier in self.full_tiers:
+            return 0.0
         if not budget:
             return float("inf")
         return budget - used - sum(bytes_on(place, tier) for place in self.places)
@@ -116,7 +119,7 @@ def plan_order(
 
     Raises:
         GpuMemoryFull: The kinds do not fit, whatever leaves.
-        StorageFull: The tiers have no room for the kinds that must leave.
+        OverBudget: The tiers have no room for the kinds that must leave.
     """
     requested = [
         place
@@ -237,7 +240,7 @@ def _plan_evictions(
         if evictions is not None:
             return [*map(_make_eviction, sorted(evictions, key=lambda one: one.cost_s))]
     memory_room, disk_room = (max(0, int(min(free, 1 << 60))) for free in room)
-    raise StorageFull(
+    raise OverBudget(
         f"{instance} needs {lacking} more bytes of the accelerator, and the kinds that must leave "
         f"do not fit into {memory_room} bytes of memory and {disk_room} bytes of disk that are "
         "free",

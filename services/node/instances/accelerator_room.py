@@ -1,0 +1,42 @@
+"""Room on a worker's accelerator for a process that starts or wakes beside others."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from meshrl.services.node.instances.desired_roles import DesiredRole
+
+
+class AcceleratorRoom(Protocol):
+    """Room that other instances of the worker may have to leave."""
+
+    @property
+    def is_limited(self) -> bool:
+        """True if the accelerator's bytes are counted, so that room must be reserved."""
+
+    def reserve(self, desired: DesiredRole, size_bytes: int) -> bool:
+        """Return True once room is reserved for a process; False while others leave it.
+
+        The reservation ends when the process reports its bytes or exits. Call again until it is
+        made.
+
+        Raises:
+            GpuMemoryFull: The process does not fit, whatever leaves.
+            StorageFull: There is no room for what must leave.
+            MeshError: The gang grants no time slice in which others can leave.
+        """
+
+    def cancel_reservation(self, name: str) -> None:
+        """Cancel the reservation of a process that neither starts nor wakes any more."""
+
+
+class UncountedRoom:
+    """Room of an accelerator whose bytes are not counted."""
+
+    is_limited = False
+
+    def reserve(self, desired: DesiredRole, size_bytes: int) -> bool:
+        return True
+
+    def cancel_reservation(self, name: str) -> None:
+        """Do nothing: nothing is reserved."""

@@ -1,0 +1,489 @@
+"""Residency manager of a worker: moves tensor kinds so that a time slice finds what it needs.
+
+A slice scheduler orders it before a grant; the moves themselves are the role processes'. Nothing
+here needs Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from meshrl.common.api.node import (
+    PREPARE_TIMEOUT_S,
+    InstanceResidency,
+    KindMove,
+    PrepareResidency,
+    ResidencyReport,
+    ResidencyState,
+)
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, NotFound, PeerLost, StorageFull
+from meshrl.common.hardware.gpus.nvml import GpuLost, GpuQueryFailed, NoDriver
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.serial_executor import consume_exception
+from meshrl.common.state.pool.workers.rows import TensorKind, Tier, TierBytes
+from meshrl.services.node.instances.budgets import Budgets
+from meshrl.services.node.instances.desired_roles import DesiredRole
+from meshrl.services.node.instances.gpu_memory import GpuMemoryFull, GpuMemoryGuard
+from meshrl.services.node.residency.kind_moves import KindMover, MoveResults
+from meshrl.services.node.residency.kind_table import KindTable, LocalProcess
+from meshrl.services.node.residency.residency_plan import (
+    PlannedMove,
+    ResidencySnapshot,
+    plan_order,
+    plan_prefetch,
+    plan_room,
+    plan_write_back,
+)
+from meshrl.services.node.residency.start_rooms import StartRooms
+
+MAX_PLANS = 8  # of one order: each further one follows the failure of a process or tier
+LOST_POLL_S = 1.0  # until the exit of a lost process is noticed
+ROOM_POLL_S = 0.2  # while a process that starts, wakes or leaves has the room
+# A process that starts may wait for an instance that has no room beside it. After this time others
+# take the room again; if the process needs it, it fails and starts once more.
+START_ROOM_TIMEOUT_S = 40.0
+
+MakePlan = Callable[[ResidencySnapshot], list[PlannedMove]]
+KillInstanceProcess = Callable[[str, int, str], Awaitable[None]]
+
+
+@dataclass
+class _Order:
+    """Order in progress, with all callers that wait for it."""
+
+    request: PrepareResidency
+    results: MoveResults = field(default_factory=MoveResults)
+    task: asyncio.Task[ResidencyReport] | None = None
+    waiter_count: int = 0
+    is_preempted: bool = False  # a prefetch that an order has cancelled
+
+    def includes(self, request: PrepareResidency) -> bool:
+        """Return True if this prefetch loads only what an order needs, too."""
+        own = self.request
+        is_subset = not request.kinds or (own.kinds and set(own.kinds) <= set(request.kinds))
+        return own.instance == request.instance and bool(is_subset)
+
+
+class ResidencyManager:
+    """Residency of the worker's instances; see `meshrl.services.node.slices.residency`.
+
+    async with ResidencyManager(mesh, budgets, gpu_memory, list_processes, kill) as residency:
+        report = await residency.prepare(order)
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        budgets: Budgets,
+        gpu_memory: GpuMemoryGuard,
+        list_processes: Callable[[], Sequence[LocalProcess]],
+        kill: KillInstanceProcess,
+    ) -> None:
+        """Create a manager; see `KindMover` for `kill`."""
+        self._mesh, self._budgets, self._gpu_memory = mesh, budgets, gpu_memory
+        self._device_bytes = 0  # of the GPU's memory; 0: unknown
+        self._table = KindTable(mesh, budgets, list_processes)
+        self._mover = KindMover(
+            mesh, self._table, lambda: self._snapshot().free_bytes(Tier.ACCELERATOR), kill
+        )
+        self._lock = asyncio.Lock()  # of the accelerator: one plan at a time
+        self._orders: dict[tuple[str, bool], _Order] = {}  # by ticket and prefetch
+        self._write_back_task: asyncio.Task[None] | None = None
+        self._holder = ""  # instance of the last order: it may compute
+        self._rooms = StartRooms(mesh, self)
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._device_bytes = await self._gpu_memory.read_total_bytes()
+        except (GpuLost, GpuQueryFailed, NoDriver, DeadlineExceeded) as error:
+            self._mesh.log.warning("the accelerator's memory is unknown", error=str(error))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._mover.is_closing = True
+        await self._rooms.close()
+        tasks = [order.task for order in self._orders.values()] + [self._write_back_task]
+        await _cancel(*tasks)
+
+    # -- the scheduler's calls -------------------------------------------------------------------
+
+    async def prepare(self, order: PrepareResidency) -> ResidencyReport:
+        """Bring kinds of an instance onto the accelerator, and others off it to make room.
+
+        A repeated order waits for the one in progress. An order whose callers are all cancelled
+        ends between two chunks.
+
+        Raises:
+            GpuMemoryFull: The kinds do not fit, whatever leaves.
+            StorageFull: There is no room for the kinds that must leave.
+            NotFound: No process of this generation of the instance runs here.
+            MeshError: The instance's process has failed to load its kinds.
+        """
+        if self._is_resident(order):
+            return self._complete(order, [])
+        key = order.ticket, order.prefetch
+        current = self._orders.get(key)
+        if current is None:
+            current = self._orders[key] = _Order(order)
+            current.task = asyncio.create_task(self._run(current), name=f"prepare {order.instance}")
+            current.task.add_done_callback(consume_exception)
+        assert current.task is not None
+        current.waiter_count += 1
+        try:
+            return await asyncio.shield(current.task)
+        except asyncio.CancelledError:
+            if current.waiter_count == 1:
+                await _cancel(current.task)
+            raise
+        finally:
+            current.waiter_count -= 1
+
+    def state(self) -> ResidencyState:
+        """Return where the kinds are now, and the measured rates of moves.
+
+        An instance that waits for room, or whose kinds are unknown, has nothing on the accelerator:
+        its scheduler then orders the kinds of each instance before it computes.
+        """
+        if not self.is_limited:
+            return ResidencyState(0, [], {})
+        instances = [
+            InstanceResidency(
+                entry.instance,
+                entry.generation,
+                {kind: place.accelerator_bytes for kind, place in entry.places.items()},
+                {kind: place.size_bytes for kind, place in entry.places.items()},
+                [kind for kind, place in entry.places.items() if place.is_dirty],
+            )
+            for entry in self._table.entries
+        ]
+        known = {one.instance for one in instances}
+        for process in self._table.processes:
+            instance, generation = process.process_key
+            is_pending = self._rooms.is_pending(process.name)
+            if instance not in known and (process.is_ready or is_pending):
+                used_bytes = self._budgets.get_usage(process.name).accelerator
+                size_bytes = {str(TensorKind.PARAMETERS): max(1, used_bytes)}
+                instances.append(InstanceResidency(instance, generation, {}, size_bytes, []))
+        return ResidencyState(self.accelerator_budget, instances, self._mover.rates.by_direction)
+
+    @property
+    def accelerator_budget(self) -> int:
+        """Bytes for the tensors of all instances; 0: unlimited.
+
+        Without a declared budget it is the GPU's memory less the context of each process.
+        """
+        if self._budgets.limits.accelerator or not self._device_bytes:
+            return self._budgets.limits.accelerator
+        contexts = max(1, len(self._table.processes)) * self._gpu_memory.context_bytes
+        return max(1, self._device_bytes - contexts)
+
+    # -- rooms of processes that start -----------------------------------------------------------
+
+    @property
+    def is_limited(self) -> bool:
+        """True if the accelerator's bytes are counted."""
+        return bool(self.accelerator_budget)
+
+    def reserve(self, desired: DesiredRole, size_bytes: int) -> bool:
+        """Reserve room for a process; see `AcceleratorRoom`."""
+        if not self.is_limited:
+            return True
+        if self._rooms.is_pending(desired.name):
+            return self._rooms.request(desired, size_bytes)
+        if self._budgets.has_reservation(desired.name):
+            return True
+        if self._has_free_room(size_bytes) and not self._lock.locked():
+            self._claim(desired, size_bytes)
+            return True
+        return self._rooms.request(desired, size_bytes)
+
+    def cancel_reservation(self, name: str) -> None:
+        """Cancel the reservation of a process; see `AcceleratorRoom`."""
+        self._rooms.cancel(name)
+        if self._budgets.has_reservation(name):
+            self._budgets.cancel_claim(name)
+
+    async def claim_free_room(self, desired: DesiredRole, size_bytes: int) -> bool:
+        """Claim free room for a process; see `RoomMaker`."""
+        async with self._lock:
+            if self._has_free_room(size_bytes):
+                self._claim(desired, size_bytes)
+            elif not self._budgets.has_reservation(desired.name):
+                await self._table.refresh(())
+                plan_room(self._snapshot(), desired.instance.id, size_bytes)
+                return False
+        return True
+
+    async def make_room(
+        self, desired: DesiredRole, size_bytes: int, *, in_time_slice: bool
+    ) -> None:
+        """Move kinds of other instances away; see `RoomMaker`."""
+        async with self._lock:
+            fixed = () if in_time_slice else (self._holder,)
+            await self._make_room(desired, size_bytes, fixed, (), MoveResults())
+
+    async def _make_room(
+        self,
+        desired: DesiredRole,
+        size_bytes: int,
+        fixed: Collection[str],
+        waiting: Sequence[str],
+        results: MoveResults,
+    ) -> None:
+        """Make and claim room, unless an order has done so."""
+        if self._budgets.has_reservation(desired.name):
+            return
+        instance = desired.instance.id
+        await self._execute(
+            lambda snapshot: plan_room(snapshot, instance, size_bytes), fixed, waiting, results
+        )
+        self._claim(desired, size_bytes)
+
+    def _has_free_room(self, size_bytes: int) -> bool:
+        return self._snapshot().free_bytes(Tier.ACCELERATOR) >= size_bytes
+
+    def _claim(self, desired: DesiredRole, size_bytes: int) -> None:
+        self._budgets.reserve(desired.name, size_bytes)
+        self._rooms.claimed_at[desired.name] = self._mesh.clock.monotonic()
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    async def _run(self, order: _Order) -> ResidencyReport:
+        request = order.request
+        try:
+            async with self._mesh.clock.timeout(PREPARE_TIMEOUT_S, f"moves for {request.instance}"):
+                if request.prefetch:
+                    return await self._prefetch(order)
+                await self._stop_background(request)
+                async with self._lock:
+                    await self._bring(request, order.results)
+            self._start_write_back(request)
+            return self._complete(request, order.results.moves)
+        except asyncio.CancelledError:
+            if order.is_preempted:
+                return ResidencyReport(False, order.results.moves, 0)
+            raise
+        finally:
+            del self._orders[request.ticket, request.prefetch]
+
+    async def _bring(self, request: PrepareResidency, results: MoveResults) -> None:
+        """Bring the requested kinds onto the accelerator, or make room for a process's start."""
+        instance, computing = request.instance, {*request.computing_instances}
+        room = await self._rooms.find(instance, lambda: self._has_process(request))
+        if room is not None:
+            await self._make_room(*room, computing - {instance}, request.waiting_instances, results)
+            return
+        if not self._has_process(request):
+            raise NotFound(
+                f"no process of generation {request.generation} of {instance} runs here",
+                where=self._mesh.name,
+            )
+        await self._execute(
+            lambda snapshot: plan_order(snapshot, instance, request.kinds),
+            computing - {instance},
+            request.waiting_instances,
+            results,
+            requester=instance,
+        )
+
+    def _has_process(self, request: PrepareResidency) -> bool:
+        process = self._table.find_process(request.instance, request.generation)
+        if process is None:
+            return False
+        # one that another worker runs on this worker's accelerator has no pid here
+        is_elsewhere = not process.is_time_sliced
+        return bool(process.pid) or is_elsewhere or self._budgets.has_reservation(process.name)
+
+    async def _execute(
+        self,
+        make_plan: MakePlan,
+        fixed: Collection[str],
+        waiting: Sequence[str],
+        results: MoveResults,
+        requester: str = "",
+    ) -> None:
+        """Plan and move until nothing is left to do; a failure leads to another plan.
+
+        Raises the errors of the plan, and of the requester's own process.
+        """
+        full_tiers: set[str] = set()
+        staying = set(fixed)
+        for _ in range(MAX_PLANS):
+            await self._table.refresh(staying, requester)
+            planned = await self._wait_for_plan(make_plan, staying, waiting, full_tiers)
+            if not planned:
+                return
+            count = len(results.failures)
+            await self._mover.run(planned, results)
+            if len(results.failures) == count:
+                return
+            for move, error in results.failures[count:]:
+                if (entry := self._table.find(move.instance)) is not None:
+                    entry.is_stale = True  # its process has not exited
+                if isinstance(error, StorageFull) and move.tier:
+                    full_tiers.add(move.tier)
+                elif move.instance == requester:
+                    raise error
+                elif isinstance(error, PeerLost | NotFound):
+                    await self._mesh.clock.sleep(LOST_POLL_S)  # until its supervisor has noticed
+                elif not isinstance(error, DeadlineExceeded):
+                    self._mesh.log.warning("kinds stay", instance=move.instance, error=str(error))
+                    staying.add(move.instance)
+        raise DeadlineExceeded(
+            f"{MAX_PLANS} plans of moves have failed, the last one with {results.failures[-1][1]}",
+            where=self._mesh.name,
+        )
+
+    async def _wait_for_plan(
+        self,
+        make_plan: MakePlan,
+        fixed: Collection[str],
+        waiting: Sequence[str],
+        full_tiers: Collection[str],
+    ) -> list[PlannedMove]:
+        """Plan; wait for room while processes that start, wake or leave have it."""
+        while True:
+            try:
+                return make_plan(self._snapshot(fixed, waiting, full_tiers))
+            except GpuMemoryFull:
+                if not self._is_room_expected():
+                    raise
+            await self._mesh.clock.sleep(ROOM_POLL_S)
+
+    def _is_room_expected(self) -> bool:
+        """Return True if room is about to appear; claims that are too old end."""
+        if any(process.is_moving for process in self._table.processes):
+            return True
+        oldest = self._mesh.clock.monotonic() - START_ROOM_TIMEOUT_S
+        has_claims = False
+        for name, claimed_at in list(self._rooms.claimed_at.items()):
+            if not self._budgets.has_reservation(name):
+                del self._rooms.claimed_at[name]
+                continue
+            has_claims = True
+            if claimed_at <= oldest:
+                self._budgets.cancel_claim(name)
+        return has_claims
+
+    def _snapshot(
+        self,
+        fixed: Collection[str] = (),
+        waiting: Sequence[str] = (),
+        full_tiers: Collection[str] = (),
+    ) -> ResidencySnapshot:
+        budgets = self._budgets.limits
+        moving = {one.process_key[0] for one in self._table.processes if one.is_moving}
+        return ResidencySnapshot(
+            self._table.places,
+            TierBytes(self.accelerator_budget, budgets.memory, budgets.disk),
+            self._table.sum_other_bytes(),
+            frozenset(fixed) | moving,
+            waiting,
+            self._mover.rates.by_direction,
+            frozenset(full_tiers),
+        )
+
+    def _is_resident(self, order: PrepareResidency) -> bool:
+        """Return True if nothing has to move, and no move in progress touches the instance."""
+        if not self.is_limited:
+            return True
+        has_orders = any(not one.request.prefetch for one in self._orders.values())
+        if has_orders or order.instance in self._mover.active_instances:
+            return False
+        entry = self._table.find(order.instance)
+        if entry is None or entry.generation != order.generation:
+            return False
+        is_missing = any(
+            place.missing_bytes
+            for place in entry.places.values()
+            if not order.kinds or place.kind in order.kinds
+        )
+        return not is_missing and self._has_free_room(0)
+
+    def _complete(self, request: PrepareResidency, moves: list[KindMove]) -> ResidencyReport:
+        """Return the report of an order whose kinds are on the accelerator: it computes now."""
+        entry = self._table.find(request.instance)
+        prefetched_bytes = 0
+        if not request.prefetch:
+            self._holder = request.instance
+            if entry is not None:
+                entry.is_stale = True
+                kinds = [
+                    k for k in entry.prefetched_bytes if not request.kinds or k in request.kinds
+                ]
+                prefetched_bytes = sum(map(entry.prefetched_bytes.pop, kinds))
+        return ResidencyReport(True, moves, prefetched_bytes)
+
+    # -- moves behind the holder of a time slice -------------------------------------------------
+
+    async def _prefetch(self, order: _Order) -> ResidencyReport:
+        """Load the kinds that fit into room that nothing else needs."""
+        request, moves = order.request, order.results.moves
+        async with self._lock:
+            computing = {*request.computing_instances, self._holder} - {""}
+            if request.instance in computing or not self._has_process(request):
+                return ResidencyReport(False, moves, 0)
+            await self._table.refresh(computing)
+            snapshot = self._snapshot(computing, request.waiting_instances)
+            planned = plan_prefetch(snapshot, request.instance, request.kinds)
+            try:
+                await self._mover.run(planned, order.results)
+            finally:
+                self._note_prefetched(moves)
+            entry = self._table.find(request.instance)
+            is_complete = entry is not None and not any(
+                place.missing_bytes
+                for place in entry.places.values()
+                if not request.kinds or place.kind in request.kinds
+            )
+        return ResidencyReport(is_complete, moves, 0)
+
+    def _note_prefetched(self, moves: Sequence[KindMove]) -> None:
+        for move in moves:
+            entry = self._table.find(move.instance)
+            if entry is not None and move.target == Tier.ACCELERATOR:
+                entry.prefetched_bytes[move.kind] = move.size_bytes
+
+    def _start_write_back(self, request: PrepareResidency) -> None:
+        """Write dirty kinds back while the instance computes, so that they can leave at once."""
+        fixed = {request.instance, *request.computing_instances}
+        self._write_back_task = asyncio.create_task(
+            self._write_back(fixed), name="write dirty kinds back"
+        )
+        self._write_back_task.add_done_callback(consume_exception)
+
+    async def _write_back(self, fixed: Collection[str]) -> None:
+        failed: set[str] = set()
+        while True:
+            async with self._lock:  # of one move only: a prefetch may be next
+                planned = plan_write_back(self._snapshot({*fixed, *failed, self._holder}))
+                if not planned:
+                    return
+                results = MoveResults()
+                await self._mover.run(planned[:1], results)
+                failed |= {move.instance for move, _ in results.failures}
+
+    async def _stop_background(self, request: PrepareResidency) -> None:
+        """End moves behind the holder; a prefetch for the same request completes instead."""
+        await _cancel(self._write_back_task)
+        for order in [one for one in self._orders.values() if one.request.prefetch]:
+            assert order.task is not None
+            if order.includes(request):
+                with contextlib.suppress(MeshError):
+                    await asyncio.shield(order.task)
+            else:
+                order.is_preempted = True
+                await _cancel(order.task)
+
+
+async def _cancel(*tasks: asyncio.Task[ResidencyReport] | asyncio.Task[None] | None) -> None:
+    """Cancel tasks and wait until they have ended."""
+    running = [task for task in tasks if task is not None and not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running)
