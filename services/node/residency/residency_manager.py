@@ -7,7 +7,6 @@ here needs Redis.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -20,7 +19,7 @@ from meshrl.common.api.node import (
     ResidencyReport,
     ResidencyState,
 )
-from meshrl.common.base.errors import DeadlineExceeded, MeshError, NotFound, PeerLost, StorageFull
+from meshrl.common.base.errors import DeadlineExceeded, NotFound, PeerLost, StorageFull
 from meshrl.common.hardware.gpus.nvml import GpuLost, GpuQueryFailed, NoDriver
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.serial_executor import consume_exception
@@ -107,6 +106,9 @@ class ResidencyManager:
         self._mover.is_closing = True
         await self._rooms.close()
         tasks = [order.task for order in self._orders.values()] + [self._write_back_task]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
         await _cancel(*tasks)
 
     # -- the scheduler's calls -------------------------------------------------------------------
@@ -356,8 +358,11 @@ class ResidencyManager:
 
     def _is_room_expected(self) -> bool:
         """Return True if room is about to appear; claims that are too old end."""
-        if any(process.is_moving for process in self._table.processes):
-            return True
+        for process in self._table.processes:
+            has_exited = not process.pid and not self._budgets.has_reservation(process.name)
+            is_counted = self._budgets.get_usage(process.name).accelerator > 0
+            if process.is_moving or (has_exited and is_counted):
+                return True
         oldest = self._mesh.clock.monotonic() - START_ROOM_TIMEOUT_S
         has_claims = False
         for name, claimed_at in list(self._rooms.claimed_at.items()):
@@ -450,6 +455,8 @@ class ResidencyManager:
 
     def _start_write_back(self, request: PrepareResidency) -> None:
         """Write dirty kinds back while the instance computes, so that they can leave at once."""
+        if not any(place.missing_bytes for place in self._table.places):
+            return  # all instances fit together: nothing is about to leave
         fixed = {request.instance, *request.computing_instances}
         self._write_back_task = asyncio.create_task(
             self._write_back(fixed), name="write dirty kinds back"
@@ -473,17 +480,20 @@ class ResidencyManager:
         for order in [one for one in self._orders.values() if one.request.prefetch]:
             assert order.task is not None
             if order.includes(request):
-                with contextlib.suppress(MeshError):
-                    await asyncio.shield(order.task)
+                await asyncio.wait([order.task])
             else:
                 order.is_preempted = True
                 await _cancel(order.task)
 
 
 async def _cancel(*tasks: asyncio.Task[ResidencyReport] | asyncio.Task[None] | None) -> None:
-    """Cancel tasks and wait until they have ended."""
+    """Cancel tasks and wait until they have ended.
+
+    A second cancellation would interrupt the calls by which a task ends its moves.
+    """
     running = [task for task in tasks if task is not None and not task.done()]
     for task in running:
-        task.cancel()
+        if not task.cancelling():
+            task.cancel()
     if running:
         await asyncio.wait(running)

@@ -1,0 +1,347 @@
+"""Worker with role processes whose tensors are real buffers, on a virtual clock.
+
+Every process moves its buffers in chunks, and asserts what no worker may do: exceed a budget, or
+move tensors of a process that computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from meshrl.common.api.calls.role import (
+    KindState,
+    KindStates,
+    MoveKinds,
+    RoleControl,
+    SetTier,
+    TierUsage,
+)
+from meshrl.common.api.node import PrepareResidency, ResidencyReport
+from meshrl.common.base.errors import Fenced, Refused, StorageFull
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.dependencies import MeshDependencies
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.workers.rows import Tier, TierBytes
+from meshrl.services.node.instances.budgets import Budgets
+from meshrl.services.node.instances.gpu_memory import GpuMemoryGuard
+from meshrl.services.node.residency.residency_manager import ResidencyManager
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
+from tests.simulated_host import SimulatedHost
+
+CHUNK = 10  # bytes
+CHUNK_S = {Tier.MEMORY: 0.1, Tier.DISK: 0.5}  # seconds of a chunk's copy
+Buffer = np.ndarray
+SIZES = {"parameters": 20, "gradients": 20, "optimizer": 60}
+
+
+@dataclass
+class Tiers:
+    """Bytes of a worker's tiers, whoever uses them."""
+
+    budgets: TierBytes
+    used: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(list(Tier)[:3], 0))
+    most: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(list(Tier)[:3], 0))
+
+    def take(self, tier: Tier, size: int) -> None:
+        self.used[tier] += size
+        self.most[tier] = max(self.most[tier], self.used[tier])
+        limit = getattr(self.budgets, str(tier))
+        assert not limit or self.used[tier] <= limit, f"{self.used[tier]} bytes of {tier}"
+
+
+class KindRole(Actor):
+    """Role process with buffers by kind and tier."""
+
+    interface = RoleControl
+
+    def __init__(
+        self, clock: VirtualClock, tiers: Tiers, sizes: dict[str, int], tier: Tier
+    ) -> None:
+        self.clock, self.tiers, self.sizes = clock, tiers, sizes
+        self.buffers: dict[Tier, dict[str, Buffer]] = {tier: {} for tier in tiers.used}
+        self.dirty: set[str] = set()
+        self.calls: list[str] = []
+        self.order = 0
+        self.cancelled: set[int] = set()
+        self.is_computing = self.is_dead = False
+        self.steps = 0
+        # by action: called at each chunk of such a move
+        self.faults: dict[str, Callable[[], Awaitable[None]]] = {}
+        self.rejects: set[Tier] = set()
+        self._moving = asyncio.Lock()
+        for kind, size in sizes.items():
+            self._put(tier, kind, np.zeros(size, np.uint8))
+            if tier == Tier.ACCELERATOR:
+                self.dirty.add(kind)
+
+    def _put(self, tier: Tier, kind: str, buffer: Buffer) -> None:
+        self.tiers.take(tier, buffer.nbytes)
+        self._drop(tier, kind)
+        self.buffers[tier][kind] = buffer
+
+    def _drop(self, tier: Tier, kind: str) -> None:
+        buffer = self.buffers[tier].pop(kind, None)
+        if buffer is not None:
+            self.tiers.take(tier, -buffer.nbytes)
+
+    def die(self) -> None:
+        """Free what a process has; copies in memory and on disk are its worker's."""
+        self.is_dead = True
+        for kind in self.sizes:
+            self._drop(Tier.ACCELERATOR, kind)
+
+    def delete_copies(self) -> None:
+        for tier, kind in itertools.product((Tier.MEMORY, Tier.DISK), self.sizes):
+            self._drop(tier, kind)
+
+    async def compute(self, kinds: Sequence[str], lasts_s: float) -> None:
+        """Change tensors for some seconds."""
+        assert not self._moving.locked()
+        self.is_computing = True
+        await self.clock.sleep(lasts_s)
+        self.steps += 1
+        for kind in kinds:
+            buffer = self.buffers[Tier.ACCELERATOR][kind]
+            assert np.all(buffer == (self.steps - 1) % 251), kind
+            buffer[:] = self.steps % 251
+            self.dirty.add(kind)
+        self.is_computing = False
+
+    @call(RoleControl.drain)
+    def drain(self, reason: str) -> None:
+        """Do nothing: all work is done in time slices."""
+
+    @call(RoleControl.set_tier)
+    def set_tier(self, request: SetTier) -> TierUsage:
+        raise Refused("this process moves its tensors by kind only")
+
+    @call(RoleControl.describe_kinds)
+    def describe_kinds(self, _: None) -> KindStates:
+        self.calls.append("describe")
+        return self._states()
+
+    def _states(self) -> KindStates:
+        sizes = {
+            tier: {kind: buffer.nbytes for kind, buffer in buffers.items()}
+            for tier, buffers in self.buffers.items()
+        }
+        return KindStates(
+            [
+                KindState(
+                    kind,
+                    size,
+                    *(sizes[tier].get(kind, 0) for tier in sizes),
+                    kind in self.dirty,
+                    False,
+                )
+                for kind, size in self.sizes.items()
+            ]
+        )
+
+    @call(RoleControl.move_kinds)
+    async def move_kinds(self, request: MoveKinds) -> KindStates:
+        if request.order <= self.order:
+            raise Fenced(f"order {request.order} after {self.order}")
+        self.order = request.order
+        self.calls.append(f"{request.action} {' '.join(request.kinds)} {request.tier}".strip())
+        # it completes even if its caller has exited
+        self._task = asyncio.create_task(self._move_all(request))
+        return await asyncio.shield(self._task)
+
+    async def _move_all(self, request: MoveKinds) -> KindStates:
+        async with self._moving:
+            for kind in request.kinds:
+                if request.order not in self.cancelled:
+                    assert not self.is_computing, "a computing process moves its tensors"
+                    await self._move(request, kind)
+        return self._states()
+
+    @call(RoleControl.cancel_move)
+    async def cancel_move(self, order: int) -> KindStates:
+        self.calls.append("cancel")
+        self.cancelled.add(order)
+        async with self._moving:
+            return self._states()
+
+    async def _move(self, request: MoveKinds, kind: str) -> None:
+        on = self.buffers[Tier.ACCELERATOR]
+        if request.action == "load":
+            source = next(t for t in (Tier.MEMORY, Tier.DISK) if kind in self.buffers[t])
+            self._put(Tier.ACCELERATOR, kind, np.full(self.sizes[kind], 255, np.uint8))
+            target = on[kind]
+            if not await self._copy(request, self.buffers[source][kind], target, source):
+                self._drop(Tier.ACCELERATOR, kind)
+            return
+        tier = Tier(request.tier)
+        if kind in self.dirty and kind in on:
+            if tier in self.rejects:
+                raise StorageFull(f"{tier} is full")
+            copy = np.zeros_like(on[kind])
+            self.tiers.take(tier, copy.nbytes)
+            is_whole = await self._copy(request, on[kind], copy, tier)
+            self.tiers.take(tier, -copy.nbytes)
+            if not is_whole:
+                return
+            for stale in (Tier.MEMORY, Tier.DISK):
+                self._drop(stale, kind)
+            self._put(tier, kind, copy)
+            self.dirty.discard(kind)
+        if request.action == "offload":
+            self._drop(Tier.ACCELERATOR, kind)
+
+    async def _copy(self, request: MoveKinds, source: Buffer, target: Buffer, tier: Tier) -> bool:
+        """Copy in chunks; return False if the order was cancelled between two of them."""
+        for begin in range(0, len(source), CHUNK):
+            if request.action in self.faults:
+                await self.faults[request.action]()
+            await self.clock.sleep(CHUNK_S[tier])
+            if request.order in self.cancelled or self.is_dead:
+                return False
+            target[begin : begin + CHUNK] = source[begin : begin + CHUNK]
+        return True
+
+
+@dataclass
+class Process:
+    """Process as its supervisor knows it."""
+
+    name: str
+    process_key: tuple[str, int]
+    pid: int
+    role: KindRole
+    mesh: Mesh
+    is_ready: bool = True
+    is_time_sliced: bool = True
+    is_moving: bool = False
+    tier: Tier = Tier.ACCELERATOR
+
+
+class World:
+    """Worker w0 with its residency manager, and role processes."""
+
+    def __init__(self, clock: VirtualClock, random: Random, budgets: TierBytes) -> None:
+        self.clock, self.random = clock, random
+        self.state = open_simulated_state(clock)
+        self.network = MemoryNetwork(clock, random.child("network"))
+        self.tiers = Tiers(budgets)
+        self.processes: dict[str, Process] = {}  # by instance
+        self.killed: list[str] = []
+        self.mesh = self.make_mesh("worker/w0")
+        self.budgets = Budgets(budgets, self.mesh.host, Path())
+        self.residency = ResidencyManager(
+            self.mesh,
+            self.budgets,
+            GpuMemoryGuard(self.mesh),
+            lambda: list(self.processes.values()),
+            self.kill,
+        )
+        self._orders = 0
+        self._exited: dict[str, KindRole] = {}  # their copies are replaced by the next process's
+
+    def make_mesh(self, name: str) -> Mesh:
+        return Mesh(
+            name,
+            name.partition("/")[0],
+            MeshDependencies(
+                state=self.state,
+                transport=MemoryTransport(self.network, f"mem://{name}/{self.random.random()}"),
+                clock=self.clock,
+                random=Random(self.random.randrange(1 << 30)),
+                host=SimulatedHost(self.clock, self.random.child(f"host {name}")),
+            ),
+        )
+
+    async def start(self, instance: str, tier: Tier = Tier.ACCELERATOR) -> KindRole:
+        """Start a process whose tensors are on a tier."""
+        if (earlier := self._exited.pop(instance, None)) is not None:
+            earlier.delete_copies()
+        role = KindRole(self.clock, self.tiers, SIZES, tier)
+        mesh = self.make_mesh(f"engine/{instance}")
+        await mesh.join(role)
+        pid = 1000 + self.random.randrange(1 << 20)
+        self.processes[instance] = Process(mesh.name, (instance, 1), pid, role, mesh)
+        used = TierBytes(**{str(tier): sum(SIZES.values())})
+        self.budgets.record_usage(mesh.name, used, can_move=True)
+        return role
+
+    async def start_offloaded(self, instance: str) -> KindRole:
+        return await self.start(instance, Tier.MEMORY)
+
+    async def kill(self, instance: str, generation: int, why: str) -> None:
+        self.killed.append(instance)
+        await self.clock.sleep(0.5)
+        await self.exit(instance)
+
+    async def exit(self, instance: str) -> None:
+        """End a process; its supervisor notices at once."""
+        process = self.processes[instance]
+        process.pid, process.is_ready = 0, False
+        process.role.die()
+        await process.mesh.leave()
+        self.budgets.record_exit(process.name)
+        self._exited[instance] = self.processes.pop(instance).role
+
+    def order(self, instance: str, *kinds: str, **more: object) -> PrepareResidency:
+        self._orders += 1
+        fields = {
+            "ticket": f"{instance}/{self._orders}",
+            "computing_instances": [],
+            "waiting_instances": [],
+            "prefetch": False,
+            **more,
+        }
+        return PrepareResidency(instance=instance, generation=1, kinds=list(kinds), **fields)  # type: ignore[arg-type]
+
+    async def prepare(self, instance: str, *kinds: str, **more: object) -> ResidencyReport:
+        return await self.residency.prepare(self.order(instance, *kinds, **more))
+
+    async def take_slice(
+        self, instance: str, lasts_s: float = 1.0, **more: object
+    ) -> ResidencyReport:
+        """Prepare an instance, and let it compute on all of its kinds."""
+        report = await self.prepare(instance, **more)
+        role = self.processes[instance].role
+        await role.compute(list(role.sizes), lasts_s)
+        return report
+
+
+def in_world(
+    budgets: TierBytes, *, limit_s: float = 3600.0
+) -> Callable[[Callable[[World], Awaitable[None]]], Callable[[], None]]:
+    """Make a test of a story with a worker of these budgets."""
+
+    def decorate(story: Callable[[World], Awaitable[None]]) -> Callable[[], None]:
+        def test() -> None:
+            run_story(story, budgets, limit_s=limit_s)
+
+        test.__name__, test.__doc__ = story.__name__, story.__doc__
+        return test
+
+    return decorate
+
+
+def run_story(
+    story: Callable[[World], Awaitable[None]],
+    budgets: TierBytes,
+    *,
+    seed: int = 0,
+    limit_s: float = 3600.0,
+) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        world = World(clock, random, budgets)
+        await world.mesh.join(None)
+        async with world.residency:
+            await story(world)
+        left = [task.get_name() for task in asyncio.all_tasks() if "prepare" in task.get_name()]
+        assert not left, left
+
+    run_virtual(main, seed=seed, limit_s=limit_s)
