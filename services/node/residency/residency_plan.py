@@ -51,11 +51,6 @@ class KindPlace:
             return None
         return Tier.MEMORY if self.memory_bytes else Tier.DISK
 
-    @property
-    def can_leave_at_once(self) -> bool:
-        """True if its bytes on the accelerator can be freed without a copy."""
-        return self.can_drop or self.copy_tier is not None
-
 
 @dataclass(frozen=True, slots=True)
 class ResidencySnapshot:
@@ -183,7 +178,7 @@ def plan_prefetch(
             place
             for place in snapshot.places
             if place.accelerator_bytes
-            and place.can_leave_at_once
+            and place.copy_tier is not None
             and place.instance not in protected
         ),
         key=lambda place: min(option.cost_s for option in _list_options(snapshot, place)),
@@ -213,8 +208,9 @@ def plan_write_back(snapshot: ResidencySnapshot) -> list[PlannedMove]:
     moves = []
     for place in sorted(snapshot.places, key=lambda place: _urgency(snapshot, "", place)):
         is_dirty = place.is_dirty and place.accelerator_bytes and not place.can_drop
-        if is_dirty and place.instance not in snapshot.fixed_instances and place.size_bytes <= room:
-            room -= place.size_bytes
+        needed = max(0, place.size_bytes - place.memory_bytes)
+        if is_dirty and place.instance not in snapshot.fixed_instances and needed <= room:
+            room -= needed
             size = place.accelerator_bytes
             moves.append(
                 PlannedMove(place.instance, place.kind, "write_back", Tier.MEMORY, size, size)
@@ -262,16 +258,16 @@ def _urgency(snapshot: ResidencySnapshot, requester: str, place: KindPlace) -> i
 def _list_options(snapshot: ResidencySnapshot, place: KindPlace) -> list[Eviction[KindPlace]]:
     """Return the ways in which a kind can leave, with the seconds until it is back again.
 
-    A kind that its process can rebuild is dropped, because the process has judged that cheaper.
+    A kind without an equal copy is copied, or dropped if its process can rebuild it; that takes
+    about as long as reading it from a disk. A process drops a kind that it should offload if it
+    knows that this is cheaper.
     """
     freed = place.accelerator_bytes
-    if place.can_drop:
-        return [Eviction(place, "drop", "", freed, 0.0)]
-    tier = place.copy_tier
-    if tier is not None:
-        reload_s = snapshot.estimate_s(freed, tier, Tier.ACCELERATOR)
-        return [Eviction(place, "offload", tier, freed, reload_s)]
-    return [
+    clean_tier = place.copy_tier
+    if clean_tier is not None:
+        reload_s = snapshot.estimate_s(freed, clean_tier, Tier.ACCELERATOR)
+        return [Eviction(place, "offload", clean_tier, freed, reload_s)]
+    options = [
         Eviction(
             place,
             "offload",
@@ -279,12 +275,17 @@ def _list_options(snapshot: ResidencySnapshot, place: KindPlace) -> list[Evictio
             freed,
             snapshot.estimate_s(freed, Tier.ACCELERATOR, tier)
             + snapshot.estimate_s(freed, tier, Tier.ACCELERATOR),
-            # a stale copy stays whole until the new one is complete
-            memory_bytes=place.size_bytes if tier == Tier.MEMORY else 0,
-            disk_bytes=place.size_bytes if tier == Tier.DISK else 0,
+            # an outdated copy stays until the new one is complete only if there is room for both
+            memory_bytes=max(0, place.size_bytes - place.memory_bytes) * (tier == Tier.MEMORY),
+            disk_bytes=max(0, place.size_bytes - place.disk_bytes) * (tier == Tier.DISK),
         )
         for tier in (Tier.MEMORY, Tier.DISK)
+        if tier not in snapshot.full_tiers
     ]
+    if place.can_drop:
+        rebuild_s = snapshot.estimate_s(freed, Tier.DISK, Tier.ACCELERATOR)
+        options.append(Eviction(place, "drop", "", freed, rebuild_s))
+    return options
 
 
 def _sort_for_loading(places: Iterable[KindPlace]) -> Iterator[KindPlace]:
@@ -300,12 +301,8 @@ def _make_load(place: KindPlace) -> PlannedMove:
 
 
 def _make_eviction(eviction: Eviction[KindPlace]) -> PlannedMove:
-    place = eviction.item
+    place, action, freed = eviction.item, eviction.action, eviction.freed_bytes
+    is_copied = action == "offload" and place.copy_tier is None
     return PlannedMove(
-        place.instance,
-        place.kind,
-        eviction.action,
-        eviction.tier,
-        eviction.freed_bytes,
-        eviction.freed_bytes if eviction.memory_bytes or eviction.disk_bytes else 0,
+        place.instance, place.kind, action, eviction.tier, freed, freed if is_copied else 0
     )

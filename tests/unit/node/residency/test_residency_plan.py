@@ -96,7 +96,7 @@ def snapshots(draw: st.DrawFn) -> ResidencySnapshot:
     return ResidencySnapshot(places, budgets, others, frozenset({holder} - {""}), waiting)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(snapshots(), st.sampled_from(INSTANCES), st.sets(st.sampled_from(KINDS)))
 def test_plan_of_an_order_loads_all_kinds_within_the_budgets(
     snapshot: ResidencySnapshot, instance: str, kinds: set[str]
@@ -129,7 +129,7 @@ def test_plan_of_an_order_loads_all_kinds_within_the_budgets(
         assert free < min(evicted)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(snapshots(), st.sampled_from(INSTANCES), st.sets(st.sampled_from(KINDS)))
 def test_prefetch_takes_only_room_that_nothing_needs(
     snapshot: ResidencySnapshot, instance: str, kinds: set[str]
@@ -150,7 +150,7 @@ def test_prefetch_takes_only_room_that_nothing_needs(
         check_budgets(snapshot, places)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(snapshots())
 def test_write_back_leaves_kinds_clean_and_within_the_memory_budget(
     snapshot: ResidencySnapshot,
@@ -172,7 +172,7 @@ options = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(options, max_size=5),
     st.integers(0, 30),
@@ -209,7 +209,7 @@ def test_evictions_cost_what_the_best_of_all_choices_costs(
 def test_kinds_leave_by_the_cost_of_their_reload() -> None:
     places = [
         place("a", "parameters", 10, "accelerator memory"),
-        place("a", "gradients", 10, can_drop=True),
+        place("a", "gradients", 11, can_drop=True),
         place("b", "parameters", 10, is_dirty=True),
         place("b", "optimizer", 10, "accelerator disk"),
         place("c", "parameters", 0, "memory"),
@@ -218,13 +218,14 @@ def test_kinds_leave_by_the_cost_of_their_reload() -> None:
     seen = []
     for size in (10, 20, 30, 40):
         places[-1] = KindPlace("c", "parameters", size, memory_bytes=size)
-        snapshot = ResidencySnapshot(places, TierBytes(40), TierBytes(), rates=rates)
+        budgets = TierBytes(41, memory=80)  # 10 bytes of memory are free for copies
+        snapshot = ResidencySnapshot(places, budgets, TierBytes(memory=60 - size), rates=rates)
         seen.append([(m.instance, m.kind, m.action, m.tier) for m in plan_order(snapshot, "c", ())])
-    assert seen[0] == [("a", "gradients", "drop", ""), ("c", "parameters", "load", "")]
-    assert [row[-2] for row in seen[1:]] == [
+    assert [row[-2] for row in seen] == [
         ("a", "parameters", "offload", "memory"),  # 1 s
         ("b", "parameters", "offload", "memory"),  # 2 s, as it is dirty
         ("b", "optimizer", "offload", "disk"),  # 10 s
+        ("a", "gradients", "drop", ""),  # 11 s, as memory has no room for both
     ]
 
 

@@ -51,6 +51,10 @@ class Tiers:
     used: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(list(Tier)[:3], 0))
     most: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(list(Tier)[:3], 0))
 
+    def has_room(self, tier: Tier, size: int) -> bool:
+        limit = getattr(self.budgets, str(tier))
+        return not limit or self.used[tier] + size <= limit
+
     def take(self, tier: Tier, size: int) -> None:
         self.used[tier] += size
         self.most[tier] = max(self.most[tier], self.used[tier])
@@ -186,13 +190,16 @@ class KindRole(Actor):
             if tier in self.rejects:
                 raise StorageFull(f"{tier} is full")
             copy = np.zeros_like(on[kind])
+            if not self.tiers.has_room(tier, copy.nbytes):
+                self._drop(tier, kind)
             self.tiers.take(tier, copy.nbytes)
             is_whole = await self._copy(request, on[kind], copy, tier)
+            if is_whole:
+                for stale in (Tier.MEMORY, Tier.DISK):
+                    self._drop(stale, kind)
             self.tiers.take(tier, -copy.nbytes)
             if not is_whole:
                 return
-            for stale in (Tier.MEMORY, Tier.DISK):
-                self._drop(stale, kind)
             self._put(tier, kind, copy)
             self.dirty.discard(kind)
         if request.action == "offload":
