@@ -27,6 +27,7 @@ from meshrl.directory.command_target import resolve_mesh
 from meshrl.directory.directory_paths import format_path
 from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
 from meshrl.runs.monitoring.mesh_polling import poll_mesh
+from meshrl.runs.monitoring.slice_observer import SliceObserver
 from meshrl.runs.outcome import EXIT_INTERRUPTED
 from meshrl.view.history import move_outcomes
 from meshrl.view.json_output import to_json_document
@@ -46,8 +47,9 @@ FRAME_COLUMNS = 200  # columns of a frame that no terminal bounds
 class MeshObserver:
     """Observer of all of a mesh."""
 
-    def __init__(self, state: StateClient, root: Path) -> None:
+    def __init__(self, state: StateClient, root: Path, slices: SliceObserver) -> None:
         self._state, self._watcher = state, MeshWatcher(state, format_path(root))
+        self._slices = slices
         self._read_jobs: set[str] = set()  # jobs whose records have been read
         self._judged_moves: list[Event] = []
         self._event_cursor = "0"
@@ -65,7 +67,8 @@ class MeshObserver:
                 self._read_jobs.add(row.id)
                 found += await asyncio.to_thread(read_move_outcomes, Path(row.run_dir))
         self._judged_moves = move_outcomes.merge_events(self._judged_moves, found)
-        return self._watcher.build_frame(move_outcomes.list_outcomes(self._judged_moves))
+        slices = await self._slices.read_frames(mesh)
+        return self._watcher.build_frame(move_outcomes.list_outcomes(self._judged_moves), slices)
 
 
 class TopScreen(ScreenView):
@@ -92,22 +95,26 @@ def show_top(target: Path | None, mesh: Path | None, once: bool, as_json: bool) 
     if once or as_json or not sys.stdout.isatty():
 
         async def look_twice(state: StateClient) -> MeshFrame:
-            onlooker = MeshObserver(state, place.root)
-            await onlooker.read_frame()
-            await asyncio.sleep(RATE_INTERVAL_S)
-            return await onlooker.read_frame()
+            async with SliceObserver(place) as slices:
+                onlooker = MeshObserver(state, place.root, slices)
+                await onlooker.read_frame()
+                await asyncio.sleep(RATE_INTERVAL_S)
+                return await onlooker.read_frame()
 
         print_frame(query_mesh(place, look_twice, ANSWER_TIMEOUT_S), as_json)
         return 0
 
     async def watch() -> None:
         with TopScreen() as view:
-            frames = poll_mesh(
-                place, view.print_line, lambda state: MeshObserver(state, place.root).read_frame
-            )
-            async with aclosing(frames):
-                async for frame in frames:
-                    view.show(frame)
+            async with SliceObserver(place) as slices:
+                frames = poll_mesh(
+                    place,
+                    view.print_line,
+                    lambda state: MeshObserver(state, place.root, slices).read_frame,
+                )
+                async with aclosing(frames):
+                    async for frame in frames:
+                        view.show(frame)
 
     try:
         asyncio.run(watch())

@@ -29,6 +29,7 @@ from meshrl.view.mesh.rates import (
     compute_wait_share,
     is_supervised_step,
 )
+from meshrl.view.mesh.slice_frames import GangSlicesFrame
 from meshrl.view.mesh.worker_lines import WorkerLine, list_worker_lines
 
 CURVE_STEPS = 24  # rewards of the last steps
@@ -115,6 +116,7 @@ class MeshFrame:
     move_outcomes: tuple[
         MoveOutcome, ...
     ] = ()  # the last moves, by what came of them; oldest first
+    slices: tuple[GangSlicesFrame, ...] = ()  # of gangs in time slices
 
 
 class MeshWatcher:
@@ -159,9 +161,14 @@ class MeshWatcher:
         await self.poll()
         return self
 
-    def build_frame(self, outcomes: Sequence[MoveOutcome] = ()) -> MeshFrame:
+    def build_frame(
+        self,
+        outcomes: Sequence[MoveOutcome] = (),
+        slices: tuple[GangSlicesFrame, ...] = (),
+    ) -> MeshFrame:
         """Return the last snapshot as a frame."""
-        return build_frame(self.mesh, self._rollout_rates, self._root, outcomes)
+        frame = build_frame(self.mesh, self._rollout_rates, self._root, outcomes)
+        return replace(frame, slices=slices)
 
 
 def build_frame(

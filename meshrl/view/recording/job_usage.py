@@ -16,9 +16,9 @@ from typing import Any
 
 from meshrl.common.state.pool.workers.rows import Instance, InstancePhase, Tier
 from meshrl.directory.directory_paths import read_json, write_json
-from meshrl.view.history.slice_lanes import compute_hidden_share
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.process_usage import ProcessCpuTime
+from meshrl.view.mesh.slice_lanes import compute_hidden_share
 
 # Fields of a tally that are stored in the run directory.
 STORED_FIELDS = (
@@ -84,7 +84,7 @@ class JobUsage:
         Time-sliced processes report their compute time; others count by the places of their
         instances.
         """
-        self._update_slices(mesh, job)
+        self.update_slices(mesh, job)
         measured: dict[str, float] = {}
         by_turns = {r.id: len(r.ranks) for _, r in mesh.find_instances(job) if r.time_sliced}
         for entry in mesh.entries:
@@ -101,7 +101,7 @@ class JobUsage:
             self.accelerator_s += previous_count * max(0.0, now_s - before_s)
         self._has = now_s, count_accelerators(mesh, job, measured)
 
-    def _update_slices(self, mesh: MeshSnapshot, job: str) -> None:
+    def update_slices(self, mesh: MeshSnapshot, job: str) -> None:
         """Retain the last counts of each process in time slices."""
         ranks = {instance.id: len(instance.ranks) for _, instance in mesh.find_instances(job)}
         for entry in mesh.entries:

@@ -11,8 +11,8 @@ from meshrl.view.health.findings import find_problems
 from meshrl.view.health.run_figures import collect_figures
 from meshrl.view.history.run_snapshot import parse_evaluations
 from meshrl.view.history.sample_files import iterate_samples
-from meshrl.view.history.slice_lanes import read_lanes
 from meshrl.view.history.worker_timeline import WorkerTimeline
+from meshrl.view.mesh.slice_lanes import read_lanes
 from meshrl.view.recording.run_record import (
     METRICS_FILE,
     read_events,

@@ -31,9 +31,9 @@ from meshrl.view.history.job_failures import summarize_failures
 from meshrl.view.history.lost_hosts import count_lost_hosts
 from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
 from meshrl.view.history.sample_files import iterate_samples
-from meshrl.view.history.slice_lanes import read_lanes
 from meshrl.view.mesh import prefix_stats
 from meshrl.view.mesh.rates import is_supervised_step
+from meshrl.view.mesh.slice_lanes import read_lanes
 from meshrl.view.recording import audit
 from meshrl.view.recording.disk_space import DiskSpaceWaiter
 from meshrl.view.recording.job_usage import JobUsage

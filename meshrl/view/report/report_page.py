@@ -20,8 +20,8 @@ from meshrl.view.history.event_text import format_event
 from meshrl.view.history.job_failures import FailureKind, format_count, format_share
 from meshrl.view.history.move_outcomes import format_outcome
 from meshrl.view.history.run_snapshot import Evaluation
-from meshrl.view.history.slice_lanes import GangLane
 from meshrl.view.history.worker_timeline import WorkerTimeline
+from meshrl.view.mesh.slice_lanes import GangLane
 from meshrl.view.report import charts, figures, timeline
 from meshrl.view.report.charts import Figure
 from meshrl.view.report.slice_chart import draw_slice_chart

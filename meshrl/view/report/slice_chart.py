@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from meshrl.view.history.slice_lanes import OTHER, SLICE, SWITCH, GangLane, LaneSpan
+from meshrl.view.mesh.slice_lanes import OTHER, SLICE, SWITCH, GangLane, LaneSpan
 from meshrl.view.report.charts import (
     BOTTOM,
     COLORS,

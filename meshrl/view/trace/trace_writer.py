@@ -18,8 +18,8 @@ from meshrl.common.base.files.json_lines import iterate_rows
 from meshrl.common.state.events import Event as RunEvent
 from meshrl.directory.directory_paths import format_path
 from meshrl.view.history.sample_files import ROTATED_SUFFIX
-from meshrl.view.history.slice_lanes import OTHER, build_lanes
 from meshrl.view.history.worker_timeline import WorkerTimeline
+from meshrl.view.mesh.slice_lanes import OTHER, build_lanes
 from meshrl.view.recording.run_record import read_events
 from meshrl.view.trace.tracks import BarPart, BarShape, TraceBar, TraceEvent, TrackWriter
 

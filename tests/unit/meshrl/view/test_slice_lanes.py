@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ from hypothesis import strategies as st
 
 from meshrl.common.api.node import KindMove, SliceExplanation, SliceRecord
 from meshrl.common.base.files.json_lines import encode_row
-from meshrl.view.history.slice_lanes import (
+from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
+from meshrl.view.json_output import to_json_document
+from meshrl.view.live.slice_tables import make_slices_table
+from meshrl.view.mesh.mesh_frames import MeshFrame
+from meshrl.view.mesh.slice_frames import GangSlicesFrame, build_slices_frame
+from meshrl.view.mesh.slice_lanes import (
     MIN_OTHER_S,
     OTHER,
     OTHER_JOB,
@@ -125,6 +131,49 @@ def test_scheduler_names_the_jobs_and_its_running_slice_ends_now() -> None:
     ]
     late = lane.clip(12.0, 13.0)
     assert [(span.start_s, span.end_s) for span in late.spans] == [(12.0, 13.0)]
+
+
+GANG = Gang(
+    "g0",
+    ("w0", "w1"),
+    1,
+    (
+        Instance("g0.0", "a", Role.ROLLOUT, time_sliced=True),
+        Instance("g0.1", "b", Role.TRAINING, core=True, ranks=(0, 1), time_sliced=True),
+    ),
+)
+
+
+def make_frame() -> GangSlicesFrame:
+    moves = [KindMove("g0.1", "parameters", "memory", "accelerator", 7, 0.1)]
+    records = [
+        make_record(requested_s=60.0, chosen_s=60.0, granted_s=60.0, ended_s=80.0),
+        make_record(
+            **{"number": 2, "instance": "g0.1", "job": "b", "function": "train_step"},
+            **{"chosen_s": 80.0, "granted_s": 82.0, "ended_s": 90.0, "moves": moves},
+        ),
+    ]
+    return build_slices_frame(GANG, SliceExplanation("g0", "hrrs", [], records), 100.0)
+
+
+def test_frame_has_accelerator_time_of_the_window_by_job_and_function() -> None:
+    frame = make_frame()
+    assert frame.accelerator_s == {"a": {"generate": 10.0}, "b": {"train_step": 16.0}}
+    assert (frame.switch_s, frame.hidden_share) == (4.0, 0.0)  # on two accelerators
+    assert [span.role for span in frame.spans] == ["rollout", "training", "training"]
+    document = json.loads(json.dumps(to_json_document(MeshFrame("/m", slices=(frame,)))))
+    assert document["slices"][0]["spans"][0]["function"] == "generate"
+
+
+def test_lane_of_a_terminal_has_a_letter_for_each_instance() -> None:
+    table = make_slices_table([make_frame(), GangSlicesFrame("g1", error="worker/w2 is away")])
+    gangs, lanes, switches, hidden, used = (list(column.cells) for column in table.columns)
+    assert gangs == ["g0", "g1"]
+    # 0.5 s a character, from 70 s: slices until 80 s and 90 s, a switch of 2 s
+    assert str(lanes[0]) == "a" * 20 + "=" * 4 + "b" * 16 + "." * 20
+    assert (switches[0], hidden[0]) == ("4.0 s", "0 %")
+    assert used[0] == "a generate 10.0 s, b train_step 16.0 s (a g0.0, b g0.1)"
+    assert used[1] == "worker/w2 is away"
 
 
 def test_trace_has_a_track_for_each_gang_with_switches_of_their_own() -> None:
