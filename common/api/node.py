@@ -76,6 +76,7 @@ class TimeSlice:
     switch_s: float = 0.0  # moves of tensors before the slice
     loaded_bytes: int = 0  # of these, to the accelerators
     hidden_bytes: int = 0  # of its kinds, loaded by a prefetch while others computed
+    other_jobs_s: float = 0.0  # of the wait for it: slices of other jobs on its ranks
 
 
 @message

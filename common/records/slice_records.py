@@ -10,11 +10,12 @@ from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.errors import MeshError
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.bundle.model_shape import load_model_config
+from meshrl.common.mesh.instances.kind_controller import KindController
 from meshrl.common.mesh.instances.time_slices import SliceClient, UsedSlice
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.records.line_files import TraceWriter
 from meshrl.common.state.pool.demand.measurements import parse_accelerator_kind
-from meshrl.common.state.pool.demand.profiles import ProfileKey
+from meshrl.common.state.pool.demand.profiles import Profile, ProfileKey
 from meshrl.common.state.pool.store import profile_rows
 from meshrl.common.state.pool.store.profile_rows import ProfileRow
 from meshrl.common.state.pool.workers.placement import Placement
@@ -44,15 +45,20 @@ def make_profile_key(mesh: Mesh, data: JobData, placement: Placement) -> Profile
 
 @asynccontextmanager
 async def record_slices(
-    mesh: Mesh, data: JobData, placement: Placement, time_slices: SliceClient
+    mesh: Mesh,
+    data: JobData,
+    placement: Placement,
+    time_slices: SliceClient,
+    kinds: KindController | None = None,
 ) -> AsyncIterator[None]:
     """Record the pieces of the block's process, which begins with the stored profile of its kind.
 
-    Samples are written periodically and at the end. While Redis is away they are retained.
+    Samples are written periodically and at the end. While Redis is away they are retained. `kinds`
+    has the sizes of the process's tensors.
     """
     key = make_profile_key(mesh, data, placement)
     traces = TraceWriter(mesh, data, f"slices-{placement.instance}")
-    recorder = SliceRecorder(mesh, key, placement, time_slices, traces)
+    recorder = SliceRecorder(mesh, key, placement, time_slices, traces, kinds)
     await recorder.start()
     try:
         yield
@@ -70,9 +76,10 @@ class SliceRecorder:
         placement: Placement,
         time_slices: SliceClient,
         traces: TraceWriter,
+        kinds: KindController | None = None,
     ) -> None:
         self._mesh, self._placement, self._time_slices = mesh, placement, time_slices
-        self._row, self._traces = ProfileRow(key, {}), traces
+        self._row, self._traces, self._kinds = ProfileRow(key, {}), traces, kinds
         self._writing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -108,6 +115,7 @@ class SliceRecorder:
         batch = profile.take_batch()
         if not batch:
             return
+        self._add_bytes(batch)
         try:
             self._row = await profile_rows.add_to_profile(
                 self._mesh.state, self._row, batch, self._mesh.random.hex_token
@@ -116,6 +124,15 @@ class SliceRecorder:
             profile.restore_batch(batch)
             raise
         profile.set_stored(self._row.profile)
+
+    def _add_bytes(self, batch: Profile) -> None:
+        """Add the present sizes of the kinds that each function needs."""
+        if self._kinds is None:
+            return
+        sizes = {state.kind: state.size_bytes for state in self._kinds.describe_kinds().kinds}
+        for function, profile in batch.items():
+            needed = self._time_slices.kinds_by_function.get(function) or sizes
+            profile.bytes_by_kind = {kind: sizes[kind] for kind in needed if sizes.get(kind)}
 
     async def _write_periodically(self) -> None:
         while True:
@@ -140,6 +157,7 @@ class SliceRecorder:
                     *("switch", _to_ms(used.switch_s)),
                     *("slice", _to_ms(used.ended_s - used.granted_s)),
                 ],
+                "other_jobs_s": round(used.other_jobs_s, 6),
                 "loaded_bytes": used.loaded_bytes,
                 "hidden_bytes": used.hidden_bytes,
             }

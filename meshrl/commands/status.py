@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from meshrl.common.api.node import SliceExplanation
 from meshrl.common.base.errors import DeadlineExceeded, MeshError, NotFound, StateUnavailable
@@ -40,7 +39,7 @@ from meshrl.view.mesh.mesh_snapshot import (
 )
 from meshrl.view.mesh.process_usage import find_owner_job
 from meshrl.view.mesh.stalls import JOB_PREFIX, Stall, diagnose_stalls, make_redis_stall
-from meshrl.view.recording.job_usage import JobUsage
+from meshrl.view.recording.job_usage import sum_live_slices
 from meshrl.view.recording.run_record import read_move_outcomes
 
 STALL_TIMEOUT_S = 3.0  # with the start of this program below the 5 s that a stall is named in
@@ -89,19 +88,6 @@ def print_status(target: Path | None, mesh: Path | None, as_json: bool) -> None:
     ]
     for line in problems:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
-
-
-def sum_live_slices(mesh: MeshSnapshot) -> dict[str, Any]:
-    """Return the time slices of jobs with live processes in them, by job; see
-    `JobUsage.sum_slices`.
-    """
-    found = {}
-    for row in mesh.live_jobs:
-        usage = JobUsage()
-        usage.update_slices(mesh, row.id)
-        if slices := usage.sum_slices():
-            found[row.id] = slices
-    return found
 
 
 def print_run_status(target: Path | None, mesh: Path | None, as_json: bool) -> bool:

@@ -242,7 +242,7 @@ async def serve(
             MergePolicy(_choose_adapter_mode(data), mesh.clock),
         )
         about = mesh, service, placement.job, versions
-        async with record_slices(mesh, data, placement, turns):
+        async with record_slices(mesh, data, placement, turns, service.kinds):
             await follow_versions(*about, merge=plain, merge_policy=merging, traces=traces)
     finally:
         driver.stop()

@@ -69,7 +69,7 @@ async def run_scoring(placement: Placement) -> None:
 
     await mesh.join(served, stats=stats)
     try:
-        async with record_slices(mesh, data, placement, turns):
+        async with record_slices(mesh, data, placement, turns, served.kinds):
             served.set_models(await load())
             failure = await served.wait_for_failure()
     except ConfigError as error:

@@ -136,7 +136,7 @@ async def run_core(
     profile = await _measure_profile(mesh, data, placement)
     await mesh.join(core, stats=lambda: core.collect_stats() | profile)
     try:
-        async with record_slices(mesh, data, placement, core.time_slices):
+        async with record_slices(mesh, data, placement, core.time_slices, compute.kinds):
             await core.begin()
             await core.run_steps()
     except ConfigError as error:
@@ -159,7 +159,7 @@ async def run_hybrid(
     hybrid = Hybrid(mesh, data, placement, learner)
     await mesh.join(hybrid, stats=hybrid.collect_stats, bulk_address=hybrid.outbox.address)
     try:
-        async with record_slices(mesh, data, placement, hybrid.time_slices):
+        async with record_slices(mesh, data, placement, hybrid.time_slices, hybrid.kinds):
             await hybrid.serve()
     except MeshError as error:
         mesh.telemetry.log.error("hybrid", error=str(error))

@@ -41,6 +41,7 @@ class UsedSlice:
     switch_s: float = 0.0  # of the wait: moves of its tensors
     loaded_bytes: int = 0  # moved to the accelerators then
     hidden_bytes: int = 0  # moved there before, while others computed
+    other_jobs_s: float = 0.0  # of the wait: slices of other jobs
 
 
 class SliceClient:
@@ -65,6 +66,7 @@ class SliceClient:
         # time of the request and answer, by ticket until its release
         self._granted: dict[int, tuple[float, TimeSlice]] = {}
         self.profile = ProfileRecorder()
+        self.kinds_by_function: dict[str, Sequence[str]] = {}  # as last requested; none: all
         self.on_release: Callable[[UsedSlice], None] = lambda _: None
         self._release_task: asyncio.Task[None] | None = None
         self._detached: set[asyncio.Task[Any]] = set()  # pieces whose caller was cancelled
@@ -116,7 +118,7 @@ class SliceClient:
         raised. Raises Refused within another time slice.
         """
         if not self.is_enabled:
-            with self._run_unsliced(function):
+            with self._run_unsliced(function, kinds):
                 yield
             return
         if self._holder is not None and self._holder is asyncio.current_task():
@@ -144,7 +146,7 @@ class SliceClient:
         thread continues to compute.
         """
         if not self.is_enabled:
-            with self._run_unsliced(function):
+            with self._run_unsliced(function, kinds):
                 return await work()
         has_started = False
 
@@ -177,6 +179,7 @@ class SliceClient:
         if self._release_task is not None:
             await asyncio.wait([self._release_task])  # the scheduler needs requests in order
         self._last_ticket += 1
+        self.kinds_by_function[function] = kinds
         request = AcquireSlice(
             instance=self._instance,
             generation=self._generation,
@@ -212,7 +215,7 @@ class SliceClient:
         requested, granted = self._granted.pop(ticket)
         self.add_piece(function, requested, duration_s, ended)
         self._release_in_background(ticket)
-        moves = granted.switch_s, granted.loaded_bytes, granted.hidden_bytes
+        moves = granted.switch_s, granted.loaded_bytes, granted.hidden_bytes, granted.other_jobs_s
         self.on_release(UsedSlice(function, requested, ended - duration_s, ended, *moves))
 
     def add_piece(
@@ -254,7 +257,8 @@ class SliceClient:
             patience.close()
 
     @contextmanager
-    def _run_unsliced(self, function: str) -> Iterator[None]:
+    def _run_unsliced(self, function: str, kinds: Sequence[str]) -> Iterator[None]:
+        self.kinds_by_function[function] = kinds
         self._unsliced_count += 1
         self._all_sliced.clear()
         began = self._mesh.clock.monotonic()

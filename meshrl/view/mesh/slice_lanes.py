@@ -20,7 +20,7 @@ TRACE_DIRECTORY = "trace"
 NOTE_PATTERN = "slices-*.jsonl"
 MAX_NOTES = 20_000  # of a process, the last ones: about an hour of an engine's slices
 OTHER_JOB = "another job"
-MIN_OTHER_S = 0.005  # shorter waits are those for a call to the scheduler
+MIN_SPAN_S = 0.001  # of switches and other jobs: shorter ones are calls to the scheduler
 SLICE, SWITCH, OTHER = "slice", "switch", "other"  # kinds of spans
 SliceNote = Mapping[str, Any]
 
@@ -118,7 +118,7 @@ def read_lanes(run_dir: Path) -> list[GangLane]:
 def build_lanes(notes: Iterable[SliceNote]) -> list[GangLane]:
     """Return the lanes of a run's gangs from its slices.
 
-    Where an instance waited and none of the run's computed or switched, another job did.
+    Where an instance waited for other jobs, and none of the run's computed, one of them did.
     """
     own: defaultdict[str, list[LaneSpan]] = defaultdict(list)
     waits: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -129,11 +129,12 @@ def build_lanes(notes: Iterable[SliceNote]) -> list[GangLane]:
         gang, about = str(note["gang"]), [str(note[key]) for key in ("instance", "role")]
         function = str(note["function"])
         moved = int(note.get("loaded_bytes", 0)), int(note.get("hidden_bytes", 0))
-        if switch_s > 0.0 or any(moved):
+        if switch_s >= MIN_SPAN_S or any(moved):
             span = LaneSpan(SWITCH, chosen_s, granted_s, "", *about, function, *moved)
             own[gang].append(span)
         own[gang].append(LaneSpan(SLICE, granted_s, granted_s + slice_s, "", *about, function))
-        waits[gang].append((float(note["at"]), chosen_s))
+        if float(note.get("other_jobs_s", 0.0)) >= MIN_SPAN_S:
+            waits[gang].append((float(note["at"]), chosen_s))
     return [
         GangLane(gang, _sort(spans + _find_other_jobs(waits[gang], spans)))
         for gang, spans in sorted(own.items())
@@ -159,7 +160,7 @@ def _find_other_jobs(
         if is_other and began_s is None:
             began_s = at_s
         elif not is_other and began_s is not None:
-            if at_s - began_s >= MIN_OTHER_S:
+            if at_s - began_s >= MIN_SPAN_S:
                 found.append(LaneSpan(OTHER, began_s, at_s))
             began_s = None
     return found
@@ -171,7 +172,7 @@ def build_lane(explanation: SliceExplanation, now_s: float) -> GangLane:
     for one in explanation.slices:
         loaded = sum(move.size_bytes for move in one.moves if move.target == Tier.ACCELERATOR)
         about = one.job, one.instance, "", one.function
-        if one.granted_s > one.chosen_s or loaded or one.hidden_bytes:
+        if one.granted_s - one.chosen_s >= MIN_SPAN_S or loaded or one.hidden_bytes:
             moved = loaded, one.hidden_bytes
             spans.append(LaneSpan(SWITCH, one.chosen_s, one.granted_s, *about, *moved))
         end_s = one.ended_s or max(now_s, one.granted_s)

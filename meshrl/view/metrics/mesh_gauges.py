@@ -20,6 +20,7 @@ from meshrl.view.health.run_figures import RunFigures, extend_figures
 from meshrl.view.mesh import host_rows
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot, read_writable_snapshot
 from meshrl.view.mesh.stalls import Stall, diagnose_stalls
+from meshrl.view.recording.job_usage import sum_live_slices
 
 HOST_STATES = ("up", "away", "joining", "draining", "drained")  # as `meshrl hosts` has them
 BUSY, IDLE, AWAY = "busy", "idle", "away"
@@ -75,6 +76,7 @@ def make_metric_families(head: HeadSnapshot) -> Iterator[Any]:
         ("job", "rule"),
         [((job, name), v) for job, found in head.health.items() for name, v in found.items()],
     )
+    yield from _make_slice_gauges(mesh)
     yield _make_gauge("leader", "1 while one of the planners leads", (), [((), bool(mesh.leader))])
     # A gang counts once for each role on it; one without instances is idle.
     roles = Counter(
@@ -148,6 +150,32 @@ def _make_job_gauges(mesh: MeshSnapshot) -> Iterator[Any]:
             if rows
             for of, value in rows[-1].items()
             if isinstance(value, int | float) and math.isfinite(value)
+        ],
+    )
+
+
+def _make_slice_gauges(mesh: MeshSnapshot) -> Iterator[Any]:
+    slices = sum_live_slices(mesh)
+    yield _make_gauge(
+        *("job_slice_seconds", "Accelerator-seconds of time slices of a job's live processes"),
+        ("job", "function"),
+        [
+            ((job, function), seconds)
+            for job, found in slices.items()
+            for function, seconds in found["by_function_s"].items()
+        ],
+    )
+    yield _make_gauge(
+        *("job_switch_seconds", "Accelerator-seconds of moves of tensors before its time slices"),
+        *(("job",), [((job,), found["switch_s"]) for job, found in slices.items()]),
+    )
+    yield _make_gauge(
+        *("job_hidden_load_share", "Share of the loaded bytes that prefetches hid"),
+        ("job",),
+        [
+            ((job,), found["hidden_share"])
+            for job, found in slices.items()
+            if found["hidden_share"] is not None
         ],
     )
 

@@ -191,6 +191,17 @@ class JobUsage:
         return int(sum(sums))
 
 
+def sum_live_slices(mesh: MeshSnapshot) -> dict[str, dict[str, Any]]:
+    """Return the time slices of live processes by job, as `JobUsage.sum_slices` does."""
+    found = {}
+    for row in mesh.live_jobs:
+        usage = JobUsage()
+        usage.update_slices(mesh, row.id)
+        if slices := usage.sum_slices():
+            found[row.id] = slices
+    return found
+
+
 def is_on_accelerator(instance: Instance, rank: int) -> bool:
     """Return True if an instance's tensors are on the accelerator of a rank, or moving there."""
     report = instance.reports.get(rank)

@@ -56,10 +56,21 @@ class SliceHistory:
         self.loaded_bytes += _count_loaded_bytes(record)
         self.hidden_bytes += record.hidden_bytes
 
-    def count_moved_bytes(self, ticket: str) -> tuple[int, int]:
-        """Return the bytes that a running slice had loaded before it, and those of prefetches."""
+    def describe_wait(self, ticket: str) -> tuple[int, int, float]:
+        """Return what happened before a running slice.
+
+        The bytes that were loaded for it, those that prefetches had loaded, and the seconds of
+        other jobs' slices on its ranks while it waited.
+        """
         record = self._running.get(ticket)
-        return (_count_loaded_bytes(record), record.hidden_bytes) if record is not None else (0, 0)
+        if record is None:
+            return 0, 0, 0.0
+        others = (
+            max(0.0, min(one.ended_s, record.chosen_s) - max(one.granted_s, record.requested_s))
+            for one in self._slices
+            if one.job != record.job and not set(one.ranks).isdisjoint(record.ranks)
+        )
+        return _count_loaded_bytes(record), record.hidden_bytes, sum(others)
 
     def end_others(self, running: Collection[str], end: str) -> None:
         """Record the end of the slices without a ticket in `running`; `end` is the reason."""

@@ -165,8 +165,8 @@ class SliceScheduler:
         now = clock.monotonic()
         quantum_s = self._queue.compute_quantum_s(slice_request, now)
         switch_s = grant.granted_at - grant.chosen_at
-        moved = self._history.count_moved_bytes(slice_request.ticket)
-        return TimeSlice(request.ticket, grant.deadline - now, quantum_s, switch_s, *moved)
+        wait = self._history.describe_wait(slice_request.ticket)
+        return TimeSlice(request.ticket, grant.deadline - now, quantum_s, switch_s, *wait)
 
     def explain(self, request: ExplainSlices) -> SliceExplanation:
         """Return the recent decisions and slices of this worker's gang."""

@@ -180,21 +180,12 @@ class ProfileRecorder:
         """Set the stored profile, for estimates of functions without samples of this process."""
         self._stored = profile
 
-    def add(
-        self,
-        function: str,
-        requested_s: float,
-        duration_s: float,
-        end_s: float,
-        bytes_by_kind: Mapping[str, int] | None = None,
-    ) -> None:
+    def add(self, function: str, requested_s: float, duration_s: float, end_s: float) -> None:
         """Add a piece that was requested at `requested_s` and ended at `end_s` of one clock."""
         profile = self._batch.setdefault(function, FunctionProfile())
         profile.durations.add(duration_s)
         if self._last_end_s is not None:
             profile.gaps.add(requested_s - self._last_end_s)
-        if bytes_by_kind:
-            profile.bytes_by_kind = dict(bytes_by_kind)
         self._last_end_s = end_s
 
     def estimate_s(self, function: str) -> float:

@@ -6,14 +6,16 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from meshrl.common.api.calls.role import KindState, KindStates
 from meshrl.common.base.errors import Fenced
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig, TrackingConfig
+from meshrl.common.mesh.instances.kind_controller import KindController
 from meshrl.common.mesh.instances.time_slices import SliceClient, UsedSlice
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.records.line_files import TraceWriter
@@ -51,12 +53,12 @@ class Bench:
         config = JobConfig(name="tiny", tracking=TrackingConfig(trace=1.0))
         self._job = JobData("tiny", config, root / "bundle", root)
 
-    def create(self) -> tuple[SliceRecorder, SliceClient]:
+    def create(self, kinds: KindController | None = None) -> tuple[SliceRecorder, SliceClient]:
         host = SimulatedHost(self.clock, self._random.child("host"))
         mesh: Mesh = alone("engine/g0.1", self.clock, self._random, host, state=self.state)
         time_slices = SliceClient(mesh, "", "g0.1", 1)
         traces = TraceWriter(mesh, self._job, "slices-g0.1")
-        return SliceRecorder(mesh, KEY, PLACEMENT, time_slices, traces), time_slices
+        return SliceRecorder(mesh, KEY, PLACEMENT, time_slices, traces, kinds), time_slices
 
     async def compute(self, time_slices: SliceClient, *seconds: float) -> None:
         for one in seconds:
@@ -118,6 +120,33 @@ async def test_samples_are_retained_until_a_write_succeeds(
     await recorder.close()
     found = (await read_profile(bench.state, KEY)).profile["generate"].durations
     assert found.count == pytest.approx(2.0, abs=0.01) and found.max_s == 3.0
+
+
+class Sizes:
+    """Table of kinds with fixed sizes."""
+
+    def describe_kinds(self) -> KindStates:
+        sizes = {"parameters": 100, "optimizer": 200, "gradients": 0}
+        return KindStates(
+            [KindState(kind, size, 0, 0, 0, False, False) for kind, size in sizes.items()]
+        )
+
+
+@virtual
+async def test_profile_has_the_bytes_of_the_kinds_that_a_function_needs(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    bench = Bench(clock, random, tmp_path)
+    recorder, time_slices = bench.create(cast(Any, Sizes()))
+    await recorder.start()
+    async with time_slices.time_slice("optim_step"):  # needs all
+        await clock.sleep(1.0)
+    async with time_slices.time_slice("sync", kinds=("parameters",)):
+        await clock.sleep(1.0)
+    await recorder.close()
+    found = (await read_profile(bench.state, KEY)).profile
+    assert found["optim_step"].bytes_by_kind == {"parameters": 100, "optimizer": 200}
+    assert found["sync"].bytes_by_kind == {"parameters": 100}
 
 
 @virtual

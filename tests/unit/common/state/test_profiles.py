@@ -119,11 +119,10 @@ def test_keys_differ_by_every_field() -> None:
 def test_recorder_measures_gaps_and_returns_a_batch_once() -> None:
     recorder = ProfileRecorder()
     recorder.add("generate", 10.0, 0.5, 11.0)
-    recorder.add("sync", 14.0, 1.0, 16.0, {"parameters": 3})
+    recorder.add("sync", 14.0, 1.0, 16.0)
     batch = recorder.take_batch()
     assert batch["generate"].gaps.count == 0.0
     assert (batch["sync"].gaps.mean_s, batch["sync"].durations.mean_s) == (3.0, 1.0)
-    assert batch["sync"].bytes_by_kind == {"parameters": 3}
     assert recorder.take_batch() == {}
     recorder.add("sync", 16.0, 3.0, 19.0)
     recorder.restore_batch(batch)

@@ -417,6 +417,19 @@ def test_gangs_are_counted_by_role_and_workers_and_hosts_by_state() -> None:
     assert [found[f"hosts {s}"] for s in ("up", "away", "drained")] == [1, 1, 0]
 
 
+def test_time_slices_of_a_job_are_counted_by_function() -> None:
+    instance = Instance("g0.0", "a", Role.TRAINING, core=True, ranks=(0, 1), time_sliced=True)
+    stats = {"instance": "g0.0", "turns": 4, "slice_s": {"sync": 1.5}, "slice_switch_s": 0.5}
+    stats |= {"slice_loaded_bytes": 1, "slice_hidden_bytes": 3}
+    entries = [RegistryEntry("trainer/a", "trainer", incarnation="i", stats=stats)]
+    gangs = (Gang("g0", ("w0", "w1"), 1, (instance,)),)
+    found = figures(jobs=[job("a"), job("b")], gangs=gangs, entries=entries)
+    assert found["job_slice_seconds a sync"] == 3.0  # on two accelerators
+    assert found["job_switch_seconds a"] == 1.0
+    assert found["job_hidden_load_share a"] == 0.75
+    assert not [name for name in found if name.startswith("job_slice_seconds b")]
+
+
 def test_leader_stalls_and_exits_have_gauges() -> None:
     stalls = [Stall(w, "engine/0", "generate", 20.0, "") for w in ("rollout/a/0", "rollout/a/1")]
     ends = [LastExit("engine/0", "a", -9, "signal 9", 0, 3, False)]

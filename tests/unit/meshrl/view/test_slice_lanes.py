@@ -18,7 +18,7 @@ from meshrl.view.live.slice_tables import make_slices_table
 from meshrl.view.mesh.mesh_frames import MeshFrame
 from meshrl.view.mesh.slice_frames import GangSlicesFrame, build_slices_frame
 from meshrl.view.mesh.slice_lanes import (
-    MIN_OTHER_S,
+    MIN_SPAN_S,
     OTHER,
     OTHER_JOB,
     SLICE,
@@ -40,6 +40,7 @@ def note(
     about = {"gang": "g0", "instance": "g0.0", "role": "engine", "function": "generate"}
     parts = ["wait", wait_ms, "switch", switch_ms, "slice", slice_ms]
     row = {"kind": "slice", "at": START_S + at, "parts": parts, "loaded_bytes": 0}
+    row["other_jobs_s"] = wait_ms / 1000
     return row | {"hidden_bytes": 0} | about | more
 
 
@@ -88,10 +89,15 @@ def test_other_jobs_compute_exactly_where_only_waits_are(drawn: list[tuple[int, 
             else:
                 runs.append([ms, ms + 1])
     edges = [[round(1000 * (at - START_S)) for at in (s.start_s, s.end_s)] for s in found]
-    shortest = round(1000 * MIN_OTHER_S)
+    shortest = round(1000 * MIN_SPAN_S)
     assert [one for one in edges if one[1] - one[0] > shortest] == [
         one for one in runs if one[1] - one[0] > shortest
     ]
+
+
+def test_wait_for_the_own_job_or_a_call_is_not_another_job() -> None:
+    [lane] = build_lanes([note(0.0, 500.0, 0.5, 100.0, other_jobs_s=0.0)])
+    assert [span.kind for span in lane.spans] == [SLICE]
 
 
 def test_lanes_are_read_from_intact_lines(tmp_path: Path) -> None:

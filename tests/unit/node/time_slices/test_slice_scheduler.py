@@ -15,7 +15,7 @@ import pytest
 from meshrl.common.api.node import AcquireSlice, Worker
 from meshrl.common.base.errors import Refused
 from meshrl.common.base.random import Random
-from meshrl.common.mesh.instances.time_slices import SliceClient
+from meshrl.common.mesh.instances.time_slices import SliceClient, UsedSlice
 from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
@@ -144,6 +144,21 @@ async def test_instances_on_one_worker_compute_in_sequence_and_all_progress(
         assert "a" in after  # each instance waits for at most one slice of another
     assert {t.slice_count for t in (a, b, c)} == {20}
     assert a.estimate_s("generate") == pytest.approx(0.2)
+
+
+@story_on(on_stage)
+async def test_granted_slice_names_the_wait_for_other_jobs(stage: Stage) -> None:
+    await stage.workers()
+    (_, engine), (_, core), (_, other) = [await stage.join_instance(i) for i in range(3)]
+    used: list[UsedSlice] = []
+    core.on_release = engine.on_release = used.append
+    first = asyncio.create_task(stage.compute("other", other, 2.0))
+    await stage.clock.sleep(0.5)
+    await asyncio.gather(stage.compute("core", core, 1.0), first)
+    await stage.compute("engine", engine, 1.0)
+    assert [round(one.other_jobs_s, 1) for one in used] == [1.5, 0.0]
+    assert used[0].granted_s - used[0].requested_s == pytest.approx(1.5, abs=0.1)
+    assert used[0].switch_s == pytest.approx(0.0, abs=0.1)
 
 
 @story_on(on_stage)
