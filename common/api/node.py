@@ -151,6 +151,8 @@ class ResidencyState:
     accelerator_budget: int  # bytes; 0: unlimited
     instances: list[InstanceResidency]
     rates: dict[str, float]
+    # False: some instance cannot compute while all kinds of all are on the accelerator
+    fits_together: bool = True
 
 
 @message

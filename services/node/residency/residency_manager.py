@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from meshrl.common.api.node import (
@@ -93,6 +93,7 @@ class ResidencyManager:
         self._orders: dict[tuple[str, bool], _Order] = {}  # by ticket and prefetch
         self._write_back_task: asyncio.Task[None] | None = None
         self._holder = ""  # instance of the last order: it may compute
+        self._needed_bytes: dict[str, int] = {}  # by instance: of its tensors and its computation
         self._rooms = StartRooms(mesh, self)
 
     async def __aenter__(self) -> Self:
@@ -170,7 +171,10 @@ class ResidencyManager:
                 used_bytes = self._budgets.get_usage(process.name).accelerator
                 size_bytes = {str(TensorKind.PARAMETERS): max(1, used_bytes)}
                 instances.append(InstanceResidency(instance, generation, {}, size_bytes, []))
-        return ResidencyState(self.accelerator_budget, instances, self._mover.rates.by_direction)
+        working_bytes = max((self._compute_working_bytes(one) for one in known), default=0)
+        fits_together = self._has_free_room(working_bytes)
+        rates = self._mover.rates.by_direction
+        return ResidencyState(self.accelerator_budget, instances, rates, fits_together)
 
     @property
     def accelerator_budget(self) -> int:
@@ -192,6 +196,7 @@ class ResidencyManager:
 
     def reserve(self, desired: DesiredRole, size_bytes: int) -> bool:
         """Reserve room for a process; see `AcceleratorRoom`."""
+        self._needed_bytes[desired.instance.id] = size_bytes
         if not self.is_limited:
             return True
         if self._rooms.is_pending(desired.name):
@@ -316,7 +321,8 @@ class ResidencyManager:
         staying = set(fixed)
         for _ in range(MAX_PLANS):
             await self._table.refresh(staying, requester)
-            planned = await self._wait_for_plan(make_plan, staying, waiting, full_tiers)
+            computing = {*fixed, requester} - {""}
+            planned = await self._wait_for_plan(make_plan, staying, waiting, full_tiers, computing)
             if not planned:
                 return
             count = len(results.failures)
@@ -346,11 +352,12 @@ class ResidencyManager:
         fixed: Collection[str],
         waiting: Sequence[str],
         full_tiers: Collection[str],
+        computing: Collection[str],
     ) -> list[PlannedMove]:
         """Plan; wait for room while processes that start, wake or leave have it."""
         while True:
             try:
-                return make_plan(self._snapshot(fixed, waiting, full_tiers))
+                return make_plan(self._snapshot(fixed, waiting, full_tiers, computing))
             except GpuMemoryFull:
                 if not self._is_room_expected():
                     raise
@@ -379,18 +386,30 @@ class ResidencyManager:
         fixed: Collection[str] = (),
         waiting: Sequence[str] = (),
         full_tiers: Collection[str] = (),
+        computing: Collection[str] = (),
     ) -> ResidencySnapshot:
-        budgets = self._budgets.limits
+        """Return the state to plan from; `computing` instances need room beside their kinds."""
+        budgets, other_bytes = self._budgets.limits, self._table.sum_other_bytes()
+        working_bytes = sum(map(self._compute_working_bytes, {*computing}))
+        other_bytes = replace(other_bytes, accelerator=other_bytes.accelerator + working_bytes)
         moving = {one.process_key[0] for one in self._table.processes if one.is_moving}
         return ResidencySnapshot(
             self._table.places,
             TierBytes(self.accelerator_budget, budgets.memory, budgets.disk),
-            self._table.sum_other_bytes(),
+            other_bytes,
             frozenset(fixed) | moving,
             waiting,
             self._mover.rates.by_direction,
             frozenset(full_tiers),
         )
+
+    def _compute_working_bytes(self, instance: str) -> int:
+        """Return the bytes that an instance needs to compute, beside its kinds; 0: unknown."""
+        entry = self._table.find(instance)
+        if entry is None:
+            return 0
+        kind_bytes = sum(place.size_bytes for place in entry.places.values())
+        return max(0, self._needed_bytes.get(instance, 0) - kind_bytes)
 
     def _is_resident(self, order: PrepareResidency) -> bool:
         """Return True if nothing has to move, and no move in progress touches the instance."""
@@ -407,7 +426,8 @@ class ResidencyManager:
             for place in entry.places.values()
             if not order.kinds or place.kind in order.kinds
         )
-        return not is_missing and self._has_free_room(0)
+        working_bytes = self._compute_working_bytes(order.instance)
+        return not is_missing and self._has_free_room(working_bytes)
 
     def _complete(self, request: PrepareResidency, moves: list[KindMove]) -> ResidencyReport:
         """Return the report of an order whose kinds are on the accelerator: it computes now."""
@@ -433,7 +453,7 @@ class ResidencyManager:
             if request.instance in computing or not self._has_process(request):
                 return ResidencyReport(False, moves, 0)
             await self._table.refresh(computing)
-            snapshot = self._snapshot(computing, request.waiting_instances)
+            snapshot = self._snapshot(computing, request.waiting_instances, (), computing)
             planned = plan_prefetch(snapshot, request.instance, request.kinds)
             try:
                 await self._mover.run(planned, order.results)

@@ -15,8 +15,10 @@ PRIOR_RATE = 4e9
 
 
 def is_fully_resident(state: ResidencyState) -> bool:
-    """Return True if all kinds of all of a worker's instances are on its accelerator."""
-    return all(
+    """Return True if all kinds of all of a worker's instances are on its accelerator, beside room
+    to compute.
+    """
+    return state.fits_together and all(
         instance.accelerator_bytes.get(kind, 0) >= size_bytes
         for instance in state.instances
         for kind, size_bytes in instance.size_bytes.items()
