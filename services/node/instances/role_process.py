@@ -354,10 +354,8 @@ class RoleProcess(SupervisorHooks):
         tier, time_sliced, epoch = target
         try:
             if tier != self.tier:
-                while self._reached is not None and not await self._reserve_room():
-                    await self._mesh.clock.sleep(ROOM_POLL_S)
-                    if self._target != target:
-                        raise Fenced("the desired state has changed", where=self.name)
+                if self._reached is not None:
+                    await self._wait_for_wake_room(target)
                 budgets.claim(self.name, tier)
                 if self._reached is not None:  # it sleeps; a process that starts was checked before
                     await self._check_gpu_memory()
@@ -381,6 +379,16 @@ class RoleProcess(SupervisorHooks):
             budgets.cancel_claim(self.name)
             self._tier_task = None
             self._on_change()
+
+    async def _wait_for_wake_room(self, target: tuple[Tier, bool, int]) -> None:
+        """Wait until others have left the room of a process that wakes.
+
+        Raises Fenced if another state is desired meanwhile, or the process has exited.
+        """
+        while not await self._reserve_room():
+            await self._mesh.clock.sleep(ROOM_POLL_S)
+            if self._target != target or self._reached is None:
+                raise Fenced("the state has changed while it waited for room", where=self.name)
 
     async def _handle_set_tier_error(
         self, error: MeshError, target: tuple[Tier, bool, int]

@@ -225,13 +225,10 @@ class ResidencyManager:
                 return False
         return True
 
-    async def make_room(
-        self, desired: DesiredRole, size_bytes: int, *, in_time_slice: bool
-    ) -> None:
+    async def make_room(self, desired: DesiredRole, size_bytes: int) -> None:
         """Move kinds of other instances away; see `RoomMaker`."""
         async with self._lock:
-            fixed = () if in_time_slice else (self._holder,)
-            await self._make_room(desired, size_bytes, fixed, (), MoveResults())
+            await self._make_room(desired, size_bytes, (), (), MoveResults())
 
     async def _make_room(
         self,
@@ -368,7 +365,7 @@ class ResidencyManager:
         for process in self._table.processes:
             has_exited = not process.pid and not self._budgets.has_reservation(process.name)
             is_counted = self._budgets.get_usage(process.name).accelerator > 0
-            if process.is_moving or (has_exited and is_counted):
+            if (process.pid and process.is_moving) or (has_exited and is_counted):
                 return True
         oldest = self._mesh.clock.monotonic() - START_ROOM_TIMEOUT_S
         has_claims = False

@@ -21,8 +21,8 @@ from meshrl.common.mesh.runtime.serial_executor import consume_exception
 from meshrl.services.node.instances.budgets import OverBudget
 from meshrl.services.node.instances.desired_roles import DesiredRole
 
-# Other ranks start at about the same time. One that starts alone takes the room of instances that
-# do not compute: there is no request for its own instance that orders the room.
+# The other ranks start at about the same time as the first. One that starts alone acquires a slice
+# of its own after this time, because nothing orders its room.
 FIRST_RANK_TIMEOUT_S = 20.0
 RANKS_START_S = 10.0  # between the starts of an instance's ranks
 POLL_S = 0.2
@@ -37,13 +37,8 @@ class RoomMaker(Protocol):
         Raises GpuMemoryFull or StorageFull if even that would not suffice.
         """
 
-    async def make_room(
-        self, desired: DesiredRole, size_bytes: int, *, in_time_slice: bool
-    ) -> None:
-        """Move kinds of other instances away, and claim the room.
-
-        Without a time slice, kinds stay of the instance that may compute.
-        """
+    async def make_room(self, desired: DesiredRole, size_bytes: int) -> None:
+        """Move kinds of other instances away, none of which computes, and claim the room."""
 
 
 @dataclass
@@ -111,27 +106,22 @@ class StartRooms:
         return None
 
     async def _run(self, request: _Request) -> None:
-        desired, size_bytes = request.desired, request.size_bytes
-        if await self._maker.claim_free_room(desired, size_bytes):
+        desired = request.desired
+        if await self._maker.claim_free_room(desired, request.size_bytes):
             return
-        if desired.rank_index == 0:
-            try:
-                await self._make_room_in_slice(desired, size_bytes)
-            except (OverBudget, DeadlineExceeded, StateUnavailable):
-                raise
-            except MeshError as error:
-                raise ServiceUnavailable(
-                    f"{desired.slice_scheduler} grants no time slice to make room for "
-                    f"{desired.name}: {error}",
-                    where=self._mesh.name,
-                ) from None
-        else:
+        if desired.rank_index:
             await self._mesh.clock.sleep(FIRST_RANK_TIMEOUT_S)
-            await self._maker.make_room(desired, size_bytes, in_time_slice=False)
-
-    async def _make_room_in_slice(self, desired: DesiredRole, size_bytes: int) -> None:
-        instance = desired.instance
-        scheduler = desired.slice_scheduler
+            if await self._maker.claim_free_room(desired, request.size_bytes):
+                return
+        instance, scheduler = desired.instance, desired.slice_scheduler
         client = SliceClient(self._mesh, scheduler, instance.id, instance.generation, enabled=True)
-        async with client.time_slice("load"):
-            await self._maker.make_room(desired, size_bytes, in_time_slice=True)
+        try:
+            async with client.time_slice("load"):
+                await self._maker.make_room(desired, request.size_bytes)
+        except (OverBudget, DeadlineExceeded, StateUnavailable):
+            raise
+        except MeshError as error:
+            raise ServiceUnavailable(
+                f"{scheduler} grants no time slice to make room for {desired.name}: {error}",
+                where=self._mesh.name,
+            ) from None

@@ -151,11 +151,14 @@ class SliceQueue:
     def enqueue(self, request: SliceRequest, now: float) -> None:
         """Enqueue a request, unless it waits or is chosen or granted already.
 
-        Requests and slices of another process of the same instance become void: that process is
-        dead.
+        Requests and slices of an earlier run of the same process, or of another generation of the
+        instance, become void: that process is dead. A worker requests slices for an instance that
+        starts; these are independent of the instance's own.
         """
         for other in self.list_requests(request.instance):
-            if (other.incarnation, other.generation) != (request.incarnation, request.generation):
+            is_same_process = other.process == request.process
+            is_replaced = is_same_process and other.incarnation != request.incarnation
+            if is_replaced or other.generation != request.generation:
                 self._drop(other.ticket)
         if not self.has(request.ticket):
             self._waiting[request.ticket] = request, now

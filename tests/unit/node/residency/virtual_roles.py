@@ -76,7 +76,7 @@ class KindRole(Actor):
         self.calls: list[str] = []
         self.order = 0
         self.cancelled: set[int] = set()
-        self.is_computing = self.is_dead = False
+        self.is_computing = self.is_dead = self.is_asleep = False
         self.steps = 0
         # by action: called at each chunk of such a move
         self.faults: dict[str, Callable[[], Awaitable[None]]] = {}
@@ -109,7 +109,11 @@ class KindRole(Actor):
 
     async def compute(self, kinds: Sequence[str], lasts_s: float) -> None:
         """Change tensors for some seconds."""
-        assert not self._moving.locked()
+        async with self._moving:
+            if not self.is_asleep:  # else it was too late for this time slice
+                await self._compute(kinds, lasts_s)
+
+    async def _compute(self, kinds: Sequence[str], lasts_s: float) -> None:
         self.is_computing = True
         await self.clock.sleep(lasts_s)
         self.steps += 1
@@ -125,8 +129,22 @@ class KindRole(Actor):
         """Do nothing: all work is done in time slices."""
 
     @call(RoleControl.set_tier)
-    def set_tier(self, request: SetTier) -> TierUsage:
-        raise Refused("this process moves its tensors by kind only")
+    async def set_tier(self, request: SetTier) -> TierUsage:
+        """Move all kinds, as the process sleeps or wakes."""
+        action = "load" if request.tier == Tier.ACCELERATOR else "offload"
+        if action == "load" and not self.is_asleep:
+            return self._usage()
+        missing = [kind for kind in self.sizes if kind not in self.buffers[Tier.ACCELERATOR]]
+        kinds = missing if action == "load" else list(self.sizes)
+        async with self._moving:
+            self.is_asleep = action == "offload"
+            for kind in kinds:
+                order = MoveKinds(0, action, [kind], request.tier)
+                await self._move(order, kind)
+        return self._usage()
+
+    def _usage(self) -> TierUsage:
+        return TierUsage(*(sum(b.nbytes for b in one.values()) for one in self.buffers.values()))
 
     @call(RoleControl.describe_kinds)
     def describe_kinds(self, _: None) -> KindStates:
@@ -162,10 +180,12 @@ class KindRole(Actor):
         return await asyncio.shield(self._task)
 
     async def _move_all(self, request: MoveKinds) -> KindStates:
+        assert not self.is_computing, "a computing process moves its tensors"
         async with self._moving:
+            if self.is_asleep:
+                raise Refused("the process moves as a whole")
             for kind in request.kinds:
                 if request.order not in self.cancelled:
-                    assert not self.is_computing, "a computing process moves its tensors"
                     await self._move(request, kind)
         return self._states()
 
