@@ -134,6 +134,13 @@ def noted(took: dict[str, list[float]], name: str) -> Iterator[None]:
     took.setdefault(name, []).append(time.monotonic() - started_s)
 
 
+def used_bytes() -> int:
+    """Return the bytes of private memory, without those that the kernel may take at any time."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {line.split()[0]: line.split()[1] for line in lines}
+    return 1024 * (int(sizes["Anonymous:"]) - int(sizes["LazyFree:"]))
+
+
 def dd(*words: str) -> None:
     subprocess.run(["dd", f"bs={DD_BYTES}", *words], check=True, stderr=subprocess.DEVNULL)
 
@@ -147,14 +154,14 @@ async def speed(model: ModelConfig, rounds: int, directory: Path) -> dict[str, A
         await knows(process, WORKER, worker.transport.address, worker.incarnation)
         decoder = Decoder(model)
         decoder.initialise(torch.Generator().manual_seed(0))
-        learner = Learner(decoder, OptimizerConfig(), AlgorithmConfig())
+        learner = Learner(decoder, OptimizerConfig(muon_lr=0.0), AlgorithmConfig())
         compute = GangCompute(process, "j", Rank.for_single_rank(learner))
         tiers = TierController(process, CoreAlone(compute), compute.kinds)
         sleepy, size = Sleepy(tiers, directory), learner.size_bytes
         found = await arms(sleepy, size, rounds, directory)
-        before = psutil.virtual_memory().available
+        before = used_bytes()
         await sleepy.to(Tier.DISK)
-        released = psutil.virtual_memory().available - before
+        released = before - used_bytes()
         await sleepy.to(Tier.ACCELERATOR)
         found |= {"parameters": learner.parameter_count, "bytes": size, "released": released}
         await process.leave()

@@ -29,7 +29,7 @@ ALIGN_BYTES = 64  # of a tensor: a cache line, and the widest vector
 BLOCK_BYTES = 4096  # of a disk: direct access needs offsets and lengths that are multiples
 COPIES_BYTES = "copies_bytes"  # key in the metadata of a record: bytes of the copies that it names
 CHUNK_BYTES = 4 << 20  # copied between two checks for a cancellation; a multiple of BLOCK_BYTES
-PIECE_BYTES = 1 << 20  # copied and summed at a time, so that it stays in a core's cache
+PIECE_BYTES = 1 << 18  # copied and summed at a time, so that it stays in a core's cache
 
 
 class CopyCancelled(Refused):
@@ -283,8 +283,8 @@ def _read_verified(
     chunk, summed = medium.read_chunk(header.data_offset + at, count), Checksummer()
     for span in chunks[number] if len(chunk) == count else ():
         piece = chunk[span.offset : span.offset + span.count]
-        summed.update(piece.data)
         yield span, piece
+        summed.update(piece.data)  # after the copy, which has brought it to the core's cache
     if summed.checksum != header.checksums[number]:
         name = chunks[number][0].name
         raise CorruptData(

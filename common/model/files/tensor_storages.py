@@ -7,6 +7,7 @@ freed.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -15,7 +16,11 @@ from torch import Tensor
 
 from meshrl.common.base.files.offloaded_tensors import Octets
 
+OFFERED_BYTES = 1 << 20  # of host memory that stays mapped when it is released, at least
 MALLOPT_MMAP_THRESHOLD = -3  # parameter of `mallopt`, from malloc.h
+
+
+_offered: set[tuple[int, int]] = set()  # address and bytes of memory that was released before
 
 
 class TensorStorages:
@@ -69,10 +74,15 @@ class TensorStorages:
             _view_byte_tensor(storage)[start:end].copy_(torch.from_numpy(np.array(piece)))
 
     def release(self) -> None:
-        """Free the memory."""
+        """Free the memory.
+
+        Large host memory stays mapped: the kernel may take its pages at any time, and counts them
+        as available. The tensors then have undefined content.
+        """
         devices = {storage.device.type for storage in self._storages.values()}
         for storage in self._storages.values():
-            storage.resize_(0)
+            if storage.device.type != "cpu" or not _offer_pages(storage):
+                storage.resize_(0)
         if "cuda" in devices:
             torch.cuda.empty_cache()
         trim_heap()
@@ -84,7 +94,8 @@ class TensorStorages:
         """
         try:
             for name, storage in self._storages.items():
-                storage.resize_(self._all_bytes[name])
+                if storage.nbytes() != self._all_bytes[name]:
+                    storage.resize_(self._all_bytes[name])
         except (RuntimeError, MemoryError) as error:  # torch's own error is a RuntimeError
             self.release()
             raise MemoryError(str(error)) from error
@@ -93,6 +104,34 @@ class TensorStorages:
         """Compute the derived tensors, once the others have their content."""
         if self._refresh is not None:
             self._refresh()
+
+
+def _offer_pages(storage: torch.UntypedStorage) -> bool:
+    """Let the kernel take the pages of large host memory; return False for other memory.
+
+    The kernel frees them at once the first time, and only when it needs memory from then on, so
+    that a process that is soon loaded again writes to pages that are there. The pages become huge
+    ones, because the processor notes the first write to each page, which costs as much as copying
+    4 KiB.
+    """
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end - start < OFFERED_BYTES:
+        return False
+    libc = ctypes.CDLL(None)
+
+    def advise(advice: int) -> bool:
+        there, count = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
+        return int(libc.madvise(there, count, advice)) == 0
+
+    key = storage.data_ptr(), storage.nbytes()
+    if key in _offered:
+        return advise(mmap.MADV_FREE)
+    if not advise(mmap.MADV_DONTNEED):
+        return False
+    advise(mmap.MADV_HUGEPAGE)  # a kernel without them has small ones
+    _offered.add(key)
+    return True
 
 
 def alias_for_numpy(tensor: Tensor) -> Tensor:
