@@ -29,7 +29,7 @@ ALIGN_BYTES = 64  # of a tensor: a cache line, and the widest vector
 BLOCK_BYTES = 4096  # of a disk: direct access needs offsets and lengths that are multiples
 COPIES_BYTES = "copies_bytes"  # key in the metadata of a record: bytes of the copies that it names
 CHUNK_BYTES = 4 << 20  # copied between two checks for a cancellation; a multiple of BLOCK_BYTES
-PIECE_BYTES = 1 << 18  # copied and summed at a time, so that it stays in a core's cache
+PIECE_BYTES = 1 << 18  # copied and summed at a time on a CPU, so that it stays in a cache
 
 
 class CopyCancelled(Refused):
@@ -61,6 +61,10 @@ class OffloadSource(Protocol):
     def sizes_bytes(self) -> Mapping[str, int]:
         """Size of each in bytes."""
 
+    @property
+    def piece_bytes(self) -> int:
+        """Most bytes that are copied at a time."""
+
     def read_into(self, name: str, start: int, out: Octets) -> None:
         """Copy the bytes from `start` of one to host memory. Several threads call this."""
 
@@ -71,6 +75,10 @@ class OffloadTarget(Protocol):
     @property
     def sizes_bytes(self) -> Mapping[str, int]:
         """Size of each in bytes."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Most bytes that are copied at a time."""
 
     def write(self, name: str, start: int, piece: Octets) -> None:
         """Write bytes to their place, and return when they are read. Several threads call this."""
@@ -157,15 +165,15 @@ def compute_size_bytes(metadata: Mapping[str, Any], sizes: Mapping[str, int]) ->
     return _compute_data_offset(len(description), data_bytes) + _round_up(data_bytes, BLOCK_BYTES)
 
 
-def _list_chunks(sizes: Mapping[str, int]) -> list[list[Span]]:
-    """Cut the run of all tensors into chunks; a span is at most a piece."""
+def _list_chunks(sizes: Mapping[str, int], piece_bytes: int = PIECE_BYTES) -> list[list[Span]]:
+    """Cut the run of all tensors into chunks, and their parts of tensors into pieces."""
     chunks: list[list[Span]] = [[] for _ in range(-(-_compute_data_bytes(sizes) // CHUNK_BYTES))]
     at = 0
     for name, size in sizes.items():
         start = 0
         while start < size:
             number, offset = divmod(at + start, CHUNK_BYTES)
-            count = min(size - start, CHUNK_BYTES - offset, PIECE_BYTES)
+            count = min(size - start, CHUNK_BYTES - offset, piece_bytes)
             chunks[number].append(Span(name, start, offset, count))
             start += count
         at += _round_up(size, ALIGN_BYTES)
@@ -183,7 +191,8 @@ def offload(
     Raises StorageFull without space, or CopyCancelled, and then leaves nothing readable.
     """
     sizes = dict(source.sizes_bytes)
-    description, chunks = _encode_description(metadata, sizes), _list_chunks(sizes)
+    description = _encode_description(metadata, sizes)
+    chunks = _list_chunks(sizes, source.piece_bytes)
     data_bytes = _compute_data_bytes(sizes)
     data_offset = _compute_data_offset(len(description), data_bytes)
     checksums = [Checksum(b"")] * len(chunks)
@@ -265,7 +274,7 @@ def restore(
     if dict(target.sizes_bytes) != dict(header.sizes_bytes):
         differing = sorted(target.sizes_bytes.items() ^ header.sizes_bytes.items())[0]
         raise CorruptData(f"its tensors differ: {differing[0]}", where=medium.location)
-    chunks = _list_chunks(header.sizes_bytes)
+    chunks = _list_chunks(header.sizes_bytes, target.piece_bytes)
 
     def copy(number: int) -> None:
         for span, piece in _read_verified(medium, header, chunks, number):

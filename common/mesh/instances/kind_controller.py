@@ -18,6 +18,7 @@ from meshrl.common.api.calls.role import KindState, KindStates, MoveKinds
 from meshrl.common.base.errors import CorruptData, Fenced, Refused, StorageFull
 from meshrl.common.base.files.offloaded_tensors import (
     COPIES_BYTES,
+    PIECE_BYTES,
     Cancellation,
     Octets,
     OffloadSource,
@@ -486,6 +487,7 @@ class _NoTensors:
 
     def __init__(self) -> None:
         self.sizes_bytes: dict[str, int] = {}
+        self.piece_bytes = PIECE_BYTES
 
     def read_into(self, name: str, start: int, out: Octets) -> None:
         raise KeyError(name)

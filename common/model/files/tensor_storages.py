@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrl.common.base.files.offloaded_tensors import Octets
+from meshrl.common.base.files.offloaded_tensors import CHUNK_BYTES, PIECE_BYTES, Octets
+from meshrl.common.model.files.device_copies import DeviceCopies, find_cuda_copies
 
 OFFERED_BYTES = 1 << 20  # of host memory that stays mapped when it is released, at least
 MALLOPT_MMAP_THRESHOLD = -3  # parameter of `mallopt`, from malloc.h
@@ -34,8 +35,12 @@ class TensorStorages:
         tensors: Mapping[str, Tensor],
         derived_tensors: Mapping[str, Tensor] | None = None,
         refresh: Callable[[], None] | None = None,
+        device_copies: DeviceCopies | None = None,
     ) -> None:
-        """Collect the storages; copy memory that cannot be freed, such as numpy's."""
+        """Collect the storages; copy memory that cannot be freed, such as numpy's.
+
+        `device_copies` copies to and from host memory; without it, tensors there need none.
+        """
         derived = derived_tensors or {}
         make_releasable([*tensors.values(), *derived.values()])
         self._refresh = refresh
@@ -51,6 +56,10 @@ class TensorStorages:
                 self._all_bytes[name] = storage.nbytes()
                 if name in tensors:
                     self.sizes_bytes[name] = storage.nbytes()
+        if any(storage.device.type == "cuda" for storage in self._storages.values()):
+            device_copies = device_copies or find_cuda_copies()
+        self._device_copies = device_copies
+        self.piece_bytes = CHUNK_BYTES if device_copies else PIECE_BYTES
 
     @property
     def total_bytes(self) -> int:
@@ -60,18 +69,18 @@ class TensorStorages:
     def read_into(self, name: str, start: int, out: Octets) -> None:
         """Copy bytes of a storage from `start` to host memory."""
         storage, end = self._storages[name], start + len(out)
-        if storage.device.type == "cpu":
-            out[:] = _view_bytes(storage)[start:end]
+        if self._device_copies is not None:
+            self._device_copies.read(_view_byte_tensor(storage)[start:end], out)
         else:
-            torch.from_numpy(out).copy_(_view_byte_tensor(storage)[start:end])
+            out[:] = _view_bytes(storage)[start:end]
 
     def write(self, name: str, start: int, piece: Octets) -> None:
         """Write bytes to a storage."""
         storage, end = self._storages[name], start + len(piece)
-        if storage.device.type == "cpu":
-            _view_bytes(storage)[start:end] = piece
+        if self._device_copies is not None:
+            self._device_copies.write(_view_byte_tensor(storage)[start:end], piece)
         else:
-            _view_byte_tensor(storage)[start:end].copy_(torch.from_numpy(np.array(piece)))
+            _view_bytes(storage)[start:end] = piece
 
     def release(self) -> None:
         """Free the memory.

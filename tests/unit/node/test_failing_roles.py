@@ -248,6 +248,8 @@ CORE: dict[str, Any] = {"job": "j", "role": Role.TRAINING, "core": True}
 class Tensor:
     """Tensor source with the smallest content that can be offloaded."""
 
+    piece_bytes = 8
+
     @property
     def sizes_bytes(self) -> dict[str, int]:
         return {"weights": 8}

@@ -40,7 +40,7 @@ class TensorBytes:
         self, seed: int | None, stops_at: int = -1, cancel: Cancellation | None = None
     ) -> None:
         draw = np.random.default_rng(seed)
-        self.sizes_bytes = SIZES
+        self.sizes_bytes, self.piece_bytes = SIZES, PIECE_BYTES
         self.bytes_by_name = {
             name: np.zeros(size, np.uint8)
             if seed is None
