@@ -21,6 +21,7 @@ from meshrl.common.state.pool.store.profile_rows import ProfileRow
 from meshrl.common.state.pool.workers.placement import Placement
 
 WRITE_INTERVAL_S = 30.0  # between two writes of samples: their number does not depend on slices
+READ_TIMEOUT_S = 120.0  # for the checked files of a bundle's model and tokenizer
 CLOSE_TIMEOUT_S = 5.0  # for the last write when the process exits
 
 
@@ -56,7 +57,9 @@ async def record_slices(
     Samples are written periodically and at the end. While Redis is away they are retained. `kinds`
     has the sizes of the process's tensors.
     """
-    key = make_profile_key(mesh, data, placement)
+    key = await mesh.host.run_blocking(
+        make_profile_key, mesh, data, placement, deadline_s=READ_TIMEOUT_S
+    )
     traces = TraceWriter(mesh, data, f"slices-{placement.instance}")
     recorder = SliceRecorder(mesh, key, placement, time_slices, traces, kinds)
     await recorder.start()

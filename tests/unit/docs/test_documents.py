@@ -36,7 +36,7 @@ UNITS = {
     *("s", "CPU s", "s since 1970", "ms since 1970", "yes or no"),
 }
 # structures whose parts have units of their own
-OF_MANY = {"prefixes", "failures", "health", "early_stop"}
+OF_MANY = {"prefixes", "slices", "failures", "health", "early_stop"}
 BY_NAME = {"_s": "s", "_ms": "ms since 1970", "_share": "share", "_mean": "tokens"}
 ACCOUNT = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "in_flight", "lost")
 TWICE = ("trained_twice", "opened_twice", "committed_twice", "typed_drops")
