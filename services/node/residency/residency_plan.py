@@ -152,6 +152,8 @@ def plan_room(
     evictable_bytes = sum(place.accelerator_bytes for place in candidates)
     if not needed_bytes:  # the budget is overdrawn, and the kinds themselves are there already
         lacking = min(lacking, evictable_bytes)
+        if lacking <= 0:
+            return []
     if evictable_bytes < lacking:
         raise GpuMemoryFull(
             f"{instance} needs {needed_bytes} bytes of the accelerator, of whose "
@@ -229,7 +231,7 @@ def _plan_evictions(
     for urgency in sorted({_urgency(snapshot, instance, place) for place in candidates}):
         options = [
             _list_options(snapshot, place)
-            for place in candidates
+            for place in reversed([*_sort_for_loading(candidates)])  # of equal costs the last first
             if _urgency(snapshot, instance, place) <= urgency
         ]
         evictions = choose_evictions(options, lacking, *room)
@@ -246,9 +248,13 @@ def _plan_evictions(
 
 
 def _urgency(snapshot: ResidencySnapshot, requester: str, place: KindPlace) -> int:
-    """Return how soon a kind is needed: 0 for instances that do not wait, the highest for the
-    next one.
+    """Return how soon a kind is needed: 0 for instances that do not wait and for optimizers, the
+    highest for the next instance.
+
+    Most slices of a training step compute gradients only.
     """
+    if place.kind == TensorKind.OPTIMIZER:
+        return 0
     waiting = [instance for instance in snapshot.waiting_instances if instance != requester]
     if place.instance in waiting:
         return 1 + len(waiting) - waiting.index(place.instance)

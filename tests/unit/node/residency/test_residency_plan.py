@@ -206,6 +206,12 @@ def test_evictions_cost_what_the_best_of_all_choices_costs(
         assert sum(one.cost_s for one in found) == min(costs)
 
 
+def test_overdrawn_budget_without_anything_to_evict_needs_no_move() -> None:
+    own = [place("a", "parameters", 10), place("a", "optimizer", 10)]
+    snapshot = ResidencySnapshot(own, TierBytes(15), TierBytes())
+    assert plan_order(snapshot, "a", ()) == []
+
+
 def test_kinds_leave_by_the_cost_of_their_reload() -> None:
     places = [
         place("a", "parameters", 10, "accelerator memory"),
