@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from meshrl.common.api.node import AcquireSlice, Worker
+from meshrl.common.api.node import AcquireSlice, ExplainSlices, Worker
 from meshrl.common.base.errors import Refused
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.instances.time_slices import SliceClient, UsedSlice
@@ -20,6 +20,7 @@ from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
+from meshrl.common.state.pool.demand.profiles import FunctionProfile, TimeStatistics
 from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
 from meshrl.services.node.slices.residency import FullyResident, Residency
 from meshrl.services.node.slices.slice_calls import SliceCallsMixin
@@ -159,6 +160,18 @@ async def test_granted_slice_names_the_wait_for_other_jobs(stage: Stage) -> None
     assert [round(one.other_jobs_s, 1) for one in used] == [1.5, 0.0]
     assert used[0].granted_s - used[0].requested_s == pytest.approx(1.5, abs=0.1)
     assert used[0].switch_s == pytest.approx(0.0, abs=0.1)
+
+
+@story_on(on_stage)
+async def test_first_request_has_the_profiles_estimate_and_time_to_compile(stage: Stage) -> None:
+    _, scheduler = await stage.workers()
+    _, turns = await stage.join_instance(0)
+    durations = TimeStatistics(1.0, 0.5, 0.5, {52: 1.0})
+    turns.profile.set_stored({"generate": FunctionProfile(durations)})
+    await stage.compute("first", turns, LEASES.default_s - 1.0)  # beyond the limit of later pieces
+    [decision] = scheduler.explain(ExplainSlices(0.0)).decisions
+    assert decision.candidates[0].service_s == 0.5
+    assert scheduler.killed_count == 0
 
 
 @story_on(on_stage)
