@@ -200,7 +200,7 @@ async def _serve_with_segments(
 ) -> None:
     """Run the worker until it is orphaned, cancelled, or loses its lease; then leave the mesh."""
     budget = TierBytes(args.accelerator_bytes, args.memory_bytes, args.disk_bytes)
-    budgets = Budgets(budget, mesh.host, root)
+    budgets = Budgets(budget, mesh.host, root, lambda: segments.unused_bytes)
     commands = override_commands(args.role_command)
     gpu_memory = GpuMemoryGuard(mesh, args.gpu)
     context = WorkerContext(

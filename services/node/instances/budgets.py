@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,9 +38,22 @@ class Budgets:
     A move is claimed before it begins, so that two concurrent moves never take the same room.
     """
 
-    def __init__(self, limits: TierBytes, host: Host, directory: Path) -> None:
-        """Create budgets; `directory` is on the disk that the disk tier uses."""
-        self.limits = limits
+    def __init__(
+        self,
+        limits: TierBytes,
+        host: Host,
+        directory: Path,
+        count_unused: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Create budgets.
+
+        Args:
+            limits: Budgets of the worker.
+            host: Its host.
+            directory: A directory on the disk that the disk tier uses.
+            count_unused: Returns the bytes of memory that segments release on demand.
+        """
+        self.limits, self._count_unused = limits, count_unused
         self._host, self._directory = host, directory
         self._usage: dict[str, TierBytes] = {}
         self._claims: dict[str, tuple[Tier, int]] = {}
@@ -201,7 +215,7 @@ class Budgets:
             return
         free_space = self._host.measure_free_space(self._directory)
         free_bytes, spare_bytes = (
-            (free_space.memory_bytes, SPARE_MEMORY_BYTES)
+            (free_space.memory_bytes + self._count_unused(), SPARE_MEMORY_BYTES)
             if tier == Tier.MEMORY
             else (free_space.disk_bytes, SPARE_DISK_BYTES)
         )
