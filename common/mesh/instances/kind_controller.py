@@ -315,8 +315,8 @@ class KindController:
 
     async def drop_copies(self) -> None:
         """Delete the record and all copies; those of an unavailable worker end with it."""
-        for storage in self._storages:  # the record first, as it names the copies
-            await storage.drop_all()
+        await self._record.drop_all()  # first, as it names the copies
+        await asyncio.gather(*(kind.storage.drop_all() for kind in self._kinds.values()))
         for kind in self._kinds.values():
             kind.equal_tiers.clear()
 

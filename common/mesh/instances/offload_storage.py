@@ -110,8 +110,7 @@ class OffloadStorage:
             if medium is None:
                 raise CorruptData("no offloaded state is left", where=self._describe_tier(tier))
             try:
-                head = await self._run_to_end(offloaded_tensors.read_header, medium)
-                await self._copy(offloaded_tensors.restore, medium, head, target, cancel=cancel)
+                await self._copy(_read_and_restore, medium, target, cancel=cancel)
                 return
             except CorruptData as error:
                 found = error
@@ -263,6 +262,10 @@ class OffloadStorage:
             task.add_done_callback(consume_exception)
             await asyncio.wait([task])
             raise
+
+
+def _read_and_restore(medium: OffloadMedium, target: OffloadTarget, cancel: Cancellation) -> None:
+    offloaded_tensors.restore(medium, offloaded_tensors.read_header(medium), target, cancel)
 
 
 def _remove_files(path: Path) -> None:

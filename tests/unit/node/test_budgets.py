@@ -67,6 +67,17 @@ def test_full_accelerator_rejects_further_instances(host: SimulatedHost) -> None
     found.check_start(A)
 
 
+def test_unused_memory_of_segments_counts_as_free(host: SimulatedHost) -> None:
+    host.left = FreeSpace(memory_bytes=SPARE_MEMORY_BYTES, disk_bytes=0)
+    unused_bytes = 0
+    found = Budgets(TierBytes(), host, Path(), lambda: unused_bytes)
+    found.record_usage(A, TierBytes(accelerator=60))
+    with pytest.raises(StorageFull, match="needs 60 bytes of memory"):
+        found.claim(A, Tier.MEMORY)
+    unused_bytes = 60
+    found.claim(A, Tier.MEMORY)
+
+
 def test_concurrent_moves_do_not_claim_the_same_memory(host: SimulatedHost) -> None:
     found = budgets(host, memory=100)
     found.record_usage(A, TierBytes(accelerator=60))
