@@ -90,11 +90,11 @@ def _draw_lane(frame: GangSlicesFrame, letters: Mapping[str, str]) -> Text:
             if inside_s > longest[cell][0]:
                 longest[cell] = inside_s, span
     text = Text()
-    for inside_s, span in longest:
-        if span is None or inside_s < MIN_CELL_SHARE * cell_s:
+    for inside_s, shown in longest:
+        if shown is None or inside_s < MIN_CELL_SHARE * cell_s:
             text.append(".", style="dim")
-        elif span.kind == SWITCH:
+        elif shown.kind == SWITCH:
             text.append("=", style="bold")
         else:
-            text.append(letters[span.instance], style=ROLE_COLORS.get(span.role, ""))
+            text.append(letters[shown.instance], style=ROLE_COLORS.get(shown.role, ""))
     return text
