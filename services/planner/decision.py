@@ -23,6 +23,7 @@ from meshrl.services.planner.admission.gang_partners import (
 )
 from meshrl.services.planner.admission.service_hosts import ServiceHosts
 from meshrl.services.planner.balance.calibration import update_correction
+from meshrl.services.planner.balance.colocation import apply_mode
 from meshrl.services.planner.balance.rebalancing import SimulationBudget, balance_job
 from meshrl.services.planner.balance.split_state import SplitState
 from meshrl.services.planner.memory import PlannerMemory
@@ -77,7 +78,10 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
     expert_choices = {
         job.id: choose_expert_split(draft, job, memory.expert_splits.get(job.id)) for job in jobs
     }
-    jobs = [job for job, _ in expert_choices.values()]
+    jobs = [
+        apply_mode(draft, job, memory.split_states.get(job.id))
+        for job, _ in expert_choices.values()
+    ]
     role_moves.finish_moves(draft)
     service_hosts = ServiceHosts(snapshot, presence)
     requested = answer_sharing_requests(draft, jobs, memory.requested_partners)

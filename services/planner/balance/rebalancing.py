@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshrl.common.state.jobs import Phase
@@ -14,6 +14,7 @@ from meshrl.common.state.pool.store.planner_reports import OPENING, STAGE_TIME
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.services.planner.balance import trials
 from meshrl.services.planner.balance.calibration import record_measurements
+from meshrl.services.planner.balance.colocation import change_mode, find_other_mode
 from meshrl.services.planner.balance.initial_plan import is_initial_plan_due, prepare_initial_plan
 from meshrl.services.planner.balance.replan_assessment import (
     MIN_WINDOW_STEPS,
@@ -30,9 +31,14 @@ from meshrl.services.planner.balance.replan_assessment import (
 )
 from meshrl.services.planner.balance.reshaping import advance_reshape, plan_reshape, start_restore
 from meshrl.services.planner.balance.split_state import SplitState
-from meshrl.services.planner.balance.trials import TrialEvidence, Verdict
+from meshrl.services.planner.balance.trials import COLOCATED, SPLIT, TrialEvidence, Verdict
 from meshrl.services.planner.costs.correction import Correction
-from meshrl.services.planner.forecast.prediction import measure_demand, measure_rates, predict_step
+from meshrl.services.planner.forecast.prediction import (
+    MODEL_ERROR,
+    measure_demand,
+    measure_rates,
+    predict_step,
+)
 from meshrl.services.planner.forecast.step_quantities import WorkerSplit
 from meshrl.services.planner.forecast.work_account import StepTotals, WorkWindow, build_window
 from meshrl.services.planner.policies.hybrid_transfers import describe_hybrid_transfer
@@ -90,7 +96,7 @@ def balance_job(
             draft.remove_instance(seated, why)
             if job.requirements.smallest_engine == 1:
                 draft.place_instance(seated.workers, job.id, Role.ROLLOUT, why)
-        if not several:
+        if not several and not job.requirements.can_time_slice:
             return state
     state = record_move_times(draft, job, state)
     if (
@@ -109,7 +115,7 @@ def balance_job(
         return state
     account = state.account.credit(job.measurements)
     mark = StepTotals(round(account.total.steps), draft.snapshot.now_ms, account.total)
-    split, terms = read_split(job, draft.get_instances(job.id)), build_step_terms(job)
+    split, terms = read_split(draft, job), build_step_terms(job)
     state = replace(state, observed_ms=mark.at_ms)
     if (
         config.moves
@@ -185,6 +191,9 @@ def _judge_trial(
     )
     if not verdict.paid:
         figures = {"regret_s": round(verdict.regret_s, 4), "step": job.steps_done}
+        if trial.direction in (COLOCATED, SPLIT):
+            back = SPLIT if trial.direction == COLOCATED else COLOCATED
+            state = change_mode(draft, job, state, back, Rationale(UNDO_RULE, job.id, figures))
         if trial.split_before.degrees:
             state = start_restore(draft, job, state, trial.split_before, UNDO_RULE, figures)
         else:
@@ -242,46 +251,81 @@ def _plan_shift(
     team, split = draft.get_instances(job.id), state.split
     window, model = inputs.window, inputs.prediction
     assert split is not None
-    shift, after_s, weighed_s = _find_best_shift(state, job, team, inputs)
-    if not shift:
+    best = _find_best_change(draft, state, job, team, inputs)
+    if best is None:
         return record_explanation(state, model, "no other split is predicted to be faster", window)
-    towards = Role.TRAINING if shift > 0 else Role.ROLLOUT
-    if why := explain_move_rejection(job, state, team, inputs, weighed_s, towards, abs(shift)):
+    after, mode = best.split, best.mode
+    shift = after.trainers - split.trainers
+    towards = mode or (Role.TRAINING if shift > 0 else Role.ROLLOUT)
+    moved = abs(shift) + (job.requirements.ranks if mode else 0)
+    min_gain = job.config.gain if mode else MODEL_ERROR
+    if why := explain_move_rejection(
+        job, state, team, inputs, best.weighed_s, towards, moved, min_gain
+    ):
         return record_explanation(state, model, why, window)
-    after = WorkerSplit(split.engines - shift, split.trainers + shift)
-    arrived = _apply_shift(draft, job, team, shift, rule, inputs.build_figures(job, after, after_s))
-    trial = inputs.create_trial(
-        job, state, rule, arrived[0].instance.id, after, after_s, abs(shift)
-    )
-    summary = f"workers moved to {towards}: {abs(shift)}"
+    figures = inputs.build_figures(job, after, best.step_s)
+    if mode:
+        figures |= {"to": mode}
+        state = change_mode(draft, job, state, mode, Rationale(rule, job.id, figures))
+        summary = f"the job changes to the {mode} mode"
+    else:
+        summary = f"workers moved to {towards}: {abs(shift)}"
+    assert team.core is not None
+    arrived = _apply_shift(draft, job, team, shift, rule, figures)
+    instance = (arrived[0] if arrived else team.core).instance.id
+    trial = inputs.create_trial(job, state, rule, instance, after, best.step_s, moved)
     return record_explanation(state.record_move(totals.step, trial), model, summary, window)
 
 
-def _find_best_shift(
-    state: SplitState, job: PlannedJob, instances: JobInstances, inputs: ReplanInputs
-) -> tuple[int, float, float]:
-    """Find the number of workers to move to training. Return it, the predicted seconds of a step,
-    and the seconds weighed by the distance from the measured number of engines. Of equally good
-    splits the nearest one wins.
+@dataclass(frozen=True, slots=True)
+class SplitChange:
+    """Change of a job's split, and of its mode if `mode` is set, with its prediction."""
+
+    split: WorkerSplit
+    mode: str  # COLOCATED or SPLIT; empty: unchanged
+    step_s: float  # predicted
+    weighed_s: float  # and weighed by the distance from the measured number of engines
+
+
+def _find_best_change(
+    draft: PoolDraft,
+    state: SplitState,
+    job: PlannedJob,
+    instances: JobInstances,
+    inputs: ReplanInputs,
+) -> SplitChange | None:
+    """Find the split with the shortest predicted step; None if no other one is shorter. Of equally
+    good splits the nearest one wins.
     """
     split, terms = state.split, build_step_terms(job)
     assert split is not None
-    engines = min(len(_select_movable(instances.engines)), split.engines - job.config.min_rollout)
-    best = 0, inputs.current_step_s, inputs.current_step_s
-    for shift in sorted(
-        range(-len(_select_movable(instances.hybrids)), max(0, engines) + 1), key=abs
-    ):
-        if not shift:
-            continue
-        other = WorkerSplit(split.engines - shift, split.trainers + shift)
-        towards = Role.TRAINING if shift > 0 else Role.ROLLOUT
-        after_s = inputs.predict_step_s(other, terms) * state.bias.get(towards, 1.0)
-        weighed_s = after_s * (
-            1 + EXTRAPOLATION_PENALTY * abs(math.log(other.engines / split.engines))
-        )
-        if weighed_s < TIE_RATIO * best[2]:
-            best = shift, after_s, weighed_s
+    bases = [("", split)]
+    if (other := find_other_mode(draft, job, state)) is not None:
+        bases.append(other)
+    best: SplitChange | None = None
+    least_s = inputs.current_step_s
+    for mode, base in bases:
+        for shift in _list_shifts(job, instances, base):
+            after = replace(base, engines=base.engines - shift, trainers=base.trainers + shift)
+            if (not shift and not mode) or after.engines < 1:
+                continue
+            towards = mode or (Role.TRAINING if shift > 0 else Role.ROLLOUT)
+            after_s = inputs.predict_step_s(after, terms) * state.bias.get(towards, 1.0)
+            distance = abs(math.log(after.engines / split.engines))
+            weighed_s = after_s * (1 + EXTRAPOLATION_PENALTY * distance)
+            if weighed_s < TIE_RATIO * least_s:
+                best, least_s = SplitChange(after, mode, after_s, weighed_s), weighed_s
     return best
+
+
+def _list_shifts(job: PlannedJob, instances: JobInstances, split: WorkerSplit) -> list[int]:
+    """List the numbers of workers that can move to training, or to rollout if negative; the
+    smallest first.
+    """
+    if not job.requirements.allows_hybrids:
+        return [0]
+    engines = min(len(_select_movable(instances.engines)), split.engines - job.config.min_rollout)
+    return sorted(range(-len(_select_movable(instances.hybrids)), max(0, engines) + 1), key=abs)
 
 
 def _apply_shift(

@@ -17,6 +17,7 @@ from meshrl.services.planner.balance.split_state import SplitState
 from meshrl.services.planner.balance.trials import Trial
 from meshrl.services.planner.forecast.engine_curves import MIN_CURVE_STEPS
 from meshrl.services.planner.forecast.prediction import (
+    MODEL_ERROR,
     StepPrediction,
     correct_prediction,
     measure_demand,
@@ -178,9 +179,10 @@ def explain_move_rejection(
     after_s: float,
     direction: str,
     moved_workers: int,
+    min_gain: float = MODEL_ERROR,
 ) -> str:
     """Explain why a move of `moved_workers` to a step of `after_s` is rejected; empty: it is
-    made.
+    made. `min_gain`: minimum saving, as a share of a step.
     """
     window, config, step_s = inputs.window, job.config, inputs.current_step_s
     remaining_steps = job.total_steps - job.steps_done if job.total_steps else 1 << 30
@@ -192,7 +194,7 @@ def explain_move_rejection(
         return f"{window.steps} steps are too few for a decision"
     failures = state.failed_moves.get(direction, 0)
     why = triggers.explain_insufficient_gain(
-        saved_s, step_s, config, failures, remaining_steps, switch_s
+        saved_s, step_s, config, failures, remaining_steps, switch_s, min_gain
     )
     return f"{moved_workers} more to {direction}: {why}" if why else ""
 
@@ -207,16 +209,30 @@ def build_step_terms(job: PlannedJob) -> StepTerms:
         job.bin_tokens,
         job.requirements.ranks,
         job.gradient_transfer_s,
+        job.slice_switch_s,
     )
 
 
-def read_split(job: PlannedJob, instances: JobInstances) -> WorkerSplit:
+def read_split(draft: PoolDraft, job: PlannedJob) -> WorkerSplit:
     """Return the current split of a job's workers."""
+    instances = draft.get_instances(job.id)
+    one_degree = job.requirements.tensor_parallel == (1,)
+    shared = len(instances.time_sliced_engines) if one_degree else 0
+    core = instances.core
+    there = {
+        seated.instance.job
+        for worker in (core.workers if core is not None else ())
+        for seated in draft.list_awake_on(worker)
+    }
     degrees: tuple[int, ...] = ()
     if job.requirements.tensor_parallel != (1,):
         degrees = tuple(sorted((len(one.workers) for one in instances.engines), reverse=True))
     return WorkerSplit(
-        len(instances.engines), job.requirements.ranks + len(instances.hybrids), degrees
+        len(instances.engines) + shared,
+        job.requirements.ranks + len(instances.hybrids),
+        degrees,
+        shared_engines=shared,
+        companions=len(there - {job.id}),
     )
 
 

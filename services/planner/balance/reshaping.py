@@ -239,8 +239,12 @@ def _predict_split(
 ) -> WorkerSplit:
     speed = current.rollout_s / candidate.rollout_s
     width = min(1.0, candidate.tokens_per_s / current.tokens_per_s / speed)
-    return WorkerSplit(
-        split.engines, core_ranks + candidate.hybrids, candidate.degrees, speed, width
+    return replace(
+        split,
+        trainers=core_ranks + candidate.hybrids,
+        degrees=candidate.degrees,
+        relative_speed=speed,
+        relative_width=width,
     )
 
 

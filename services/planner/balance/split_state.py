@@ -56,6 +56,7 @@ class SplitState:
     switch_s: float = 0.0  # mean seconds of a move; 0: none was made
     explanation: Mapping[str, Any] = field(default_factory=dict)  # figures for display
     desired_shape: DesiredShape | None = None  # not reached yet
+    is_colocated: bool = False  # the planner's choice for pool.colocate = "auto"
     curves: Curves = field(default_factory=dict)  # of degrees that its engines have had
 
     # -- window ------------------------------------------------------------------------------------

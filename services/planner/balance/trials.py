@@ -30,6 +30,8 @@ MAX_WINDOW_FACTOR = 4  # maximum length of a verdict, in windows
 MAX_VERDICTS = 12  # verdicts retained per job
 BIAS_BOUNDS = (0.7, 1.5)  # bounds of the correction of a rule's predictions
 DEGREES_DIRECTION = "degrees"  # direction of a move that changes degrees
+# Directions of a change of the mode: engines on the core's workers, or only on their own.
+COLOCATED, SPLIT = "colocated", "split"
 VERDICT_WEIGHT = 0.5  # weight of the last verdict in the correction
 
 
@@ -54,7 +56,11 @@ class Trial:
 
     @property
     def direction(self) -> str:
-        """Role that the move gave workers; `DEGREES_DIRECTION` if engines changed degrees."""
+        """Role that the move gave workers; `DEGREES_DIRECTION` if engines changed degrees;
+        `COLOCATED` or `SPLIT` if the mode changed.
+        """
+        if shared := self.split_after.shared_engines - self.split_before.shared_engines:
+            return COLOCATED if shared > 0 else SPLIT
         if self.split_after.degrees != self.split_before.degrees:
             return DEGREES_DIRECTION
         return "training" if self.split_after.trainers > self.split_before.trainers else "rollout"
@@ -95,6 +101,9 @@ class Verdict:
             del found[name]
         sides = ("rollout", "training")
         there, here = sides if self.direction == "training" else sides[::-1]
+        if self.direction in (COLOCATED, SPLIT):
+            here = self.direction
+            there = COLOCATED if here == SPLIT else SPLIT
         if self.direction == DEGREES_DIRECTION:
             there, here = self.engines_before, self.engines_after
         return found | {

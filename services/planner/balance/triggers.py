@@ -59,11 +59,12 @@ def explain_insufficient_gain(
     failures: int,
     remaining_steps: int,
     switch_s: float,
+    min_gain: float = MODEL_ERROR,
 ) -> str:
     """Explain why a plan that saves `gain_s` of each step is not applied; empty: it is. The
-    required gain is at least the model error, and doubles with each failed move of the kind.
+    required gain is at least `min_gain`, and doubles with each failed move of the kind.
     """
-    required_gain = max(config.gain, MODEL_ERROR) * (1 << min(failures, 4))
+    required_gain = max(config.gain, min_gain) * (1 << min(failures, 4))
     if gain_s < required_gain * step_s:
         return (
             f"it would save {gain_s / step_s:.1%} of a step, and at least "

@@ -20,11 +20,13 @@ from meshrl.services.planner.forecast.step_quantities import (
     StepRates,
     StepTerms,
     WorkerSplit,
+    compute_slice_shares,
     predict_gradients_s,
 )
 from meshrl.services.planner.forecast.step_simulation import simulate_step_s
 from meshrl.services.planner.forecast.work_account import WorkWindow
 
+MAX_PAUSED_SHARE = 0.9  # maximum share of a step in which slices of the core pause an engine
 MAX_CORE_SHARE = 0.95  # maximum share of a host's cores that its processes keep busy
 MODEL_ERROR = 0.1  # usual error of the model, as a share of a step
 
@@ -84,9 +86,16 @@ def measure_rates(
     busy_s = (work.busy_s - work.held_s) / window.steps
     curve = average_curve(curves, demand.sampled_tokens / 2)
     batch = min(work.engine_s / window.seconds / split.engines, float(terms.engine_slots))
+    # Measured times of engines and a core that share workers contain each other's slices.
+    slowdown = 1.0
+    if split.shared_engines:
+        paused_s = alone_s / split.trainers * split.shared_engines / split.engines
+        slowdown = 1.0 - min(MAX_PAUSED_SHARE, paused_s / window.step_s)
+        if terms.max_staleness:
+            busy_s *= compute_slice_shares(alone_s, demand.trained_tokens, terms).core
     return StepRates(
         curve=curve,
-        friction=work.engine_s / work.sampled / curve.predict_step_s(batch),
+        friction=slowdown * work.engine_s / work.sampled / curve.predict_step_s(batch),
         gradient_s=alone_s,
         fixed_s=max(
             0.0,

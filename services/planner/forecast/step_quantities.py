@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from meshrl.common.state.pool.demand.measurements import DecodeCurve
 
+ENGINE_SLICE_S = 0.2  # an engine's slice, up to the end of a decode step
+QUANTUM_SWITCHES = 2.0  # minimum of a slice, in switches (`services/node/slices/hrrs.py`)
+
 
 @dataclass(frozen=True, slots=True)
 class StepTerms:
@@ -19,6 +22,7 @@ class StepTerms:
     bin_tokens: int  # per bin, computed by one worker; 0: gradients are divided freely
     core_workers: int = 1  # ranks of the core; the other training workers are hybrids
     transfer_s: float = 0.0  # seconds in which a hybrid sends its gradient of a step to the core
+    switch_s: float = 0.0  # seconds of a switch between slices of an engine and of the core
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +64,17 @@ class WorkerSplit:
     degrees: tuple[int, ...] = ()  # descending; empty: one worker each
     relative_speed: float = 1.0  # rollout speed relative to the split of the rates
     relative_width: float = 1.0  # number of engines in parallel, relative to the split of the rates
+    shared_engines: int = 0  # of the engines: those that take time slices of the core's workers
+    companions: int = 0  # jobs that share the core's workers
 
     def is_same(self, other: WorkerSplit | None) -> bool:
         """Return True if the workers and degrees are the same, whatever the reference of
         `relative_speed`.
         """
         if other is None or (self.trainers, self.degrees) != (other.trainers, other.degrees):
+            return False
+        sharing = self.shared_engines, self.companions
+        if sharing != (other.shared_engines, other.companions):
             return False
         return bool(self.degrees) or self.engines == other.engines
 
@@ -94,3 +103,23 @@ def compute_gradient_share(trainers: int, tokens: float, terms: StepTerms) -> fl
     """Return the share of a step's gradients of the busiest worker, in whole bins."""
     bins = math.ceil(tokens / terms.bin_tokens) if terms.bin_tokens else 0
     return math.ceil(bins / trainers) / bins if bins else 1 / trainers
+
+
+@dataclass(frozen=True, slots=True)
+class SliceShares:
+    """Shares of a shared worker's time while both its core and its engine have work."""
+
+    core: float
+    engine: float  # the rest are switches
+
+
+def compute_slice_shares(gradient_s: float, tokens: float, terms: StepTerms) -> SliceShares:
+    """Compute the shares of slices that alternate: one piece of the core's gradients, then an
+    engine for its quantum (`services/node/slices`).
+    """
+    bins = math.ceil(tokens / terms.bin_tokens) if terms.bin_tokens else terms.groups_per_step
+    quantum_s = QUANTUM_SWITCHES * terms.switch_s
+    piece_s = max(gradient_s / max(1, bins), quantum_s, 1e-9)
+    engine_s = max(ENGINE_SLICE_S, quantum_s)
+    cycle_s = piece_s + engine_s + 2 * terms.switch_s
+    return SliceShares(piece_s / cycle_s, engine_s / cycle_s)

@@ -25,6 +25,7 @@ from meshrl.services.planner.forecast.step_quantities import (
     StepRates,
     StepTerms,
     WorkerSplit,
+    compute_slice_shares,
     predict_gradients_s,
 )
 
@@ -83,6 +84,10 @@ class _StepSimulation:
         self._version = 0
         self._training_until_s = math.inf  # end of the current training
         self._token_rates: dict[int, float] = {}  # tokens per second of each, by number at engines
+        self._slices = compute_slice_shares(rates.gradient_s, demand.trained_tokens, terms)
+        # share of all engines' time during training: shared engines have only their slices
+        shared = split.shared_engines / max(1, split.engines)
+        self._pace_in_training = 1.0 - shared * (1.0 - self._slices.engine)
 
     def simulate_mean_step_s(self, steps: int) -> float:
         """Simulate the mean seconds of a step after the first ones. Whole rounds of the gate are
@@ -114,6 +119,8 @@ class _StepSimulation:
         until = min(self._training_until_s, due[0][0] if due else math.inf)
         if there:
             pace = self._compute_token_rate(len(there))
+            if self._training_until_s < math.inf:
+                pace *= self._pace_in_training
             ends = self._time_s + (there[0][0] - self._progress_tokens) / pace
             if ends <= until:
                 self._time_s, self._progress_tokens = ends, there[0][0]
@@ -154,12 +161,17 @@ class _StepSimulation:
         members = self._groups_per_step * self._terms.group_size
         drawn = self._drawn_groups
         more = sum(drawn[group % len(drawn)][1] for group in step_groups) / members
-        return self._rates.fixed_s + predict_gradients_s(
+        train_s = self._rates.fixed_s + predict_gradients_s(
             more * self._rates.gradient_s,
             self._split.trainers,
             more * self._demand.trained_tokens,
             self._terms,
         )
+        if not self._split.shared_engines:
+            return train_s
+        is_generating = bool(self._at_engines or self._in_tools)
+        switches_s = 0.0 if is_generating else 2 * self._terms.switch_s
+        return train_s / (self._slices.core if is_generating else 1.0) + switches_s
 
     def _compute_token_rate(self, active: int) -> float:
         known = self._token_rates.get(active)

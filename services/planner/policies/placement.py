@@ -48,7 +48,7 @@ def place_floor(draft: PoolDraft, job: PlannedJob, share: int, time_slicing: boo
         return
     if job.requirements.is_colocated:
         if time_slicing:
-            _start_time_slicing(draft, job, share)
+            start_time_slicing(draft, job, _make_rationale("turns", job, share))
     elif share - _count_fixed_workers(job) >= job.requirements.smallest_engine:
         if not draft.get_instances(job.id).engines:
             why, repair = (
@@ -61,7 +61,7 @@ def place_floor(draft: PoolDraft, job: PlannedJob, share: int, time_slicing: boo
     elif (
         time_slicing and job.requirements.can_time_slice and not draft.get_instances(job.id).engines
     ):
-        _start_time_slicing(draft, job, share)
+        start_time_slicing(draft, job, _make_rationale("turns", job, share))
 
 
 def grow_job(draft: PoolDraft, job: PlannedJob, share: int) -> None:
@@ -166,7 +166,7 @@ def _place_scoring(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     draft.place_instance([worker], job.id, Role.SCORING, why)
 
 
-def _start_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
+def start_time_slicing(draft: PoolDraft, job: PlannedJob, rationale: Rationale) -> None:
     """Place an engine on each worker of the core that has none, time-sliced with it."""
     team = draft.get_instances(job.id)
     core = team.core
@@ -177,8 +177,7 @@ def _start_time_slicing(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     needs = {job.id: list_slice_bytes(job.requirements)}
     if any(explain_no_slice_room(draft, worker, needs) for worker in lacking):
         return
-    why = _make_rationale("turns", job, share)
     if lacking and not core.instance.time_sliced:
-        draft.update_instance(core, why, time_sliced=True)
+        draft.update_instance(core, rationale, time_sliced=True)
     for worker in lacking:
-        draft.place_instance([worker], job.id, Role.ROLLOUT, why, time_sliced=True)
+        draft.place_instance([worker], job.id, Role.ROLLOUT, rationale, time_sliced=True)

@@ -76,8 +76,9 @@ class MoveRecord:
 
 
 class SimCluster:
-    """Hosts, and jobs that run on them from the start. There is no time slicing: a job without a
-    worker for each of its roles waits.
+    """Hosts, and jobs that run on them from the start. A job without a worker for each of its roles
+    waits. Only with `has_time_slices` engines of a job share the workers of its core; cores of
+    several jobs share none.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class SimCluster:
         switches: Switches = Switches(),
         settings: PoolSettings | None = None,
         failures: Sequence[SimFailure] = (),
+        has_time_slices: bool = False,
     ) -> None:
         self.event_queue = EventQueue()
         self.jobs = {spec.name: SimJob(self.event_queue, spec) for spec in jobs}
@@ -94,7 +96,8 @@ class SimCluster:
         self.judged_moves: list[MoveRecord] = []
         self._switches = switches
         self._memory = PlannerMemory()
-        self._pool = _build_pool(hosts, replace(settings or PoolSettings(), time_slicing=False))
+        chosen = replace(settings or PoolSettings(), time_slicing=has_time_slices, jobs_per_gang=1)
+        self._pool = _build_pool(hosts, chosen)
         self._kinds = {
             worker.id: parse_accelerator_kind(worker.accelerator) for worker in self._pool.workers
         }

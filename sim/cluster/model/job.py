@@ -53,6 +53,7 @@ class JobSpec:
     initial_tensor_parallel_sizes: tuple[int, ...] = ()  # degrees of initial engines
     # Colocated: all accelerators roll out, then all train, with this pause; None: not colocated.
     switch_s: float | None = None
+    slice_switch_s: float = 0.0  # seconds of a switch between time slices of an engine and the core
 
 
 class SimJob:
@@ -70,6 +71,7 @@ class SimJob:
             spec.steps,
             self._on_commit,
             spec.switch_s,
+            spec.slice_switch_s,
         )
         self.training_started_s: float | None = None  # start of its training
         self.worker_shares: list[
@@ -91,6 +93,8 @@ class SimJob:
             engine.version, engine.kind = self.training.version, kind
             shard = self._shard_of_engine[instance.id] = self._choose_shard()
             self._engine_workers[instance.id] = degree
+            if instance.time_sliced:
+                self.training.sliced_engines[instance.ranks[0]] = engine
             shard.add_engine(engine)
         else:
             if self.training_started_s is None and instance.core:
@@ -119,6 +123,9 @@ class SimJob:
         if shard := self._shard_of_engine.pop(instance_id, None):
             shard.remove_engine(instance_id)
             del self._engine_workers[instance_id]
+            sliced = self.training.sliced_engines
+            for rank in [rank for rank, one in sliced.items() if one.name == instance_id]:
+                del sliced[rank]
         self.training.remove_replicas(instance_id)
         self._training_workers.pop(instance_id, None)
         self._record_shares()
@@ -229,6 +236,7 @@ class SimJob:
             model_key=spec.name,
             model_shape=spec.shape,
             gradient_transfer_s=spec.training_speed.predict_transfer_s(),
+            slice_switch_s=spec.slice_switch_s,
         )
 
     def _collect_measurements(self) -> Measurements:

@@ -24,8 +24,11 @@ from meshrl.services.planner.costs.training_costs import (
     TrainingWork,
     predict_step_s,
 )
+from meshrl.sim.cluster.model.engine import SimEngine
 from meshrl.sim.cluster.model.event_queue import EventQueue
 
+ENGINE_SLICE_S = 0.2  # an engine's time slice while the core waits, as in services/engine
+QUANTUM_SWITCHES = 2.0  # an instance keeps its ranks for so many switches, as in services/node
 MICRO_BATCH_COUNT = 64  # micro-batches that share the filling of a pipeline
 
 
@@ -161,11 +164,18 @@ class SimTraining:
         steps: int,
         on_commit: Callable[[], None],
         switch_s: float | None = None,
+        slice_switch_s: float = 0.0,
     ) -> None:
         """Create a training. `on_commit` is called at each step. With `switch_s` a step begins this
         long after all of its groups are ready, as on colocated accelerators; without it, each
-        group is computed as it arrives.
+        group is computed as it arrives. `slice_switch_s`: seconds of a switch between time slices
+        of the core and of an engine on one of its workers (`sliced_engines`).
         """
+        # engines that take time slices of the core's workers, by the core's rank
+        self.sliced_engines: dict[int, SimEngine] = {}
+        self._slice_switch_s, self._core = slice_switch_s, ""
+        # by engine: end of the core's last slice there, and its seconds so far
+        self._slice_tenures: dict[str, tuple[float, float]] = {}
         self.version = 0
         self.step_ends_s: list[float] = []  # time of each commit
         self.requeued_trajectories = 0  # stale trajectories
@@ -234,7 +244,9 @@ class SimTraining:
 
     def add_replicas(self, instance_id: str, replicas: int, is_core: bool = True) -> None:
         """Add replicas of the model, which compute gradients from now on."""
-        if not is_core:
+        if is_core:
+            self._core = instance_id
+        else:
             self._hybrids.add(instance_id)
         for number in range(replicas):
             self._free_s[instance_id, number] = self._event_queue.now_s
@@ -273,17 +285,43 @@ class SimTraining:
                     self._compute_gradient(group, now_s + self._switch_s)
             self._is_step_complete = True
             self._waited_s = now_s - self._since_s
-            ends_s = max(now_s, self._computed_s) + self._training_speed.predict_update_s()
+            update_s = self._training_speed.predict_update_s()
+            starts_s = max(now_s, self._computed_s)
+            for engine in self.sliced_engines.values():
+                self._block_engine(engine, starts_s, update_s)
+            ends_s = starts_s + update_s
             self._event_queue.schedule_at(ends_s, partial(self._commit, self._step))
 
     def _compute_gradient(self, group: SimGroup, from_s: float) -> None:
         for piece_s in self._training_speed.predict_gradient_s(group.member_tokens):
             first = min(self._free_s, key=lambda one: self._free_s[one] + self._transfer_s(one))
-            self._free_s[first] = max(from_s, self._free_s[first]) + piece_s
+            starts_s = max(from_s, self._free_s[first])
+            engine = self.sliced_engines.get(first[1]) if first[0] == self._core else None
+            if engine is not None:
+                starts_s = self._take_slice(engine, starts_s, piece_s)
+            self._free_s[first] = starts_s + piece_s
             arrives_s = self._free_s[first] + self._transfer_s(first)
             self._computed_s = max(self._computed_s, arrives_s)
             self._work += MeasuredWork(work_s=piece_s)
         self._work += MeasuredWork(tokens=sum(group.member_tokens))
+
+    def _take_slice(self, engine: SimEngine, from_s: float, piece_s: float) -> float:
+        """Give the core a time slice for a piece on an engine's worker; return its start. The core
+        keeps the worker for pieces that follow at once, up to its quantum.
+        """
+        end_s, used_s = self._slice_tenures.get(engine.name, (-1.0, 0.0))
+        if from_s == end_s and used_s < QUANTUM_SWITCHES * self._slice_switch_s:
+            self._slice_tenures[engine.name] = from_s + piece_s, used_s + piece_s
+            self._block_engine(engine, from_s, piece_s)
+            return from_s
+        starts_s = from_s + self._slice_switch_s + (ENGINE_SLICE_S if engine.running else 0.0)
+        self._slice_tenures[engine.name] = starts_s + piece_s, piece_s
+        self._block_engine(engine, starts_s, piece_s + self._slice_switch_s)
+        return starts_s
+
+    def _block_engine(self, engine: SimEngine, from_s: float, seconds: float) -> None:
+        """Let an engine wait for a time slice of the core that shares its worker."""
+        self._event_queue.schedule_at(from_s, partial(engine.block, seconds))
 
     def _transfer_s(self, replica: tuple[str, int]) -> float:
         """Return the seconds from the end of a replica's work until the core has its gradient."""

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
-from meshrl.common.job.config import JobConfig
+from meshrl.common.job.config import JobConfig, PlannerConfig
 from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.measurements import DecodeCurve
 from meshrl.common.state.pool.demand.requirements import derive_requirements, shares_core_worker
 from meshrl.common.state.pool.demand.role_memory import RoleMemory
+from meshrl.common.state.pool.scheduling.decisions import ReportMoveOutcome
 from meshrl.common.state.pool.scheduling.feasibility import (
     explain_infeasible,
     explain_no_residency,
 )
 from meshrl.common.state.pool.workers.rows import Tier, TierBytes
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from tests.unit.planner.pools import job, pool, start_pool
+from meshrl.services.planner.balance.colocation import predict_switch_s
+from meshrl.services.planner.forecast.step_quantities import (
+    StepDemand,
+    StepRates,
+    StepTerms,
+    WorkerSplit,
+)
+from meshrl.services.planner.forecast.step_simulation import simulate_step_s
+from meshrl.services.planner.memory import PlannerMemory
+from tests.unit.planner.plant import Plant, run
+from tests.unit.planner.pools import PlannerBench, job, pool, start_pool
 
 
 @pytest.mark.parametrize(
@@ -119,3 +132,77 @@ def test_residency_needs_the_largest_slice_and_space_for_all() -> None:
     assert "201 bytes" in explain_no_residency(budget, [100, 100], 1)
     assert explain_no_residency(replace(budget, disk=0), [100, 100, 100]) == ""
     assert explain_no_residency(TierBytes(), [1 << 50, 1 << 50]) == ""
+
+
+# -- the planner's choice --------------------------------------------------------------------------
+
+
+@dataclass
+class SharedPlant(Plant):
+    """Job with one worker for its core, whose engine there slows both stages by `shared_drag`."""
+
+    own_engines: int = 1
+    shared_drag: float = 1.0
+
+    def stages(self, engines: int, trainers: int) -> tuple[float, float]:
+        rollout_s, train_s = super().stages(engines, trainers)
+        drag = self.shared_drag if engines > self.own_engines else 1.0
+        return rollout_s * drag, train_s * drag
+
+
+def run_auto(drag: float, steps: int, **requirements: Any) -> tuple[PlannerBench, list[Any]]:
+    """Run a job on two workers whose rollout takes most of a step; return its verdicts."""
+    requirements |= {"allows_hybrids": False}
+    bench = start_pool([2], job(steps_done=0, config=PlannerConfig(), **requirements))
+    plant, verdicts = SharedPlant(base_s=0.05, work_s=0.5, shared_drag=drag), []
+    for _ in range(steps):
+        run(bench, plant, 1)
+        verdicts += [d.details for d in bench.decisions if isinstance(d, ReportMoveOutcome)]
+    return bench, verdicts
+
+
+def test_auto_colocates_a_job_whose_rollout_takes_most_of_a_step() -> None:
+    bench, verdicts = run_auto(1.0, 30)
+    assert bench.roles() == {"w0": "core+rollout", "w1": "rollout"}
+    assert [(one["to"], one["paid"]) for one in verdicts] == [("colocated", True)]
+    assert verdicts[0]["predicted_s"] < 0.8 * verdicts[0]["before_s"]
+    bench.memory = PlannerMemory.decode(bench.memory.encode())
+    assert bench.settle() == [] and bench.memory.split_states["job"].is_colocated
+
+
+def test_auto_undoes_a_change_that_did_not_pay() -> None:
+    bench, verdicts = run_auto(3.0, 45)
+    assert bench.roles() == {"w0": "core", "w1": "rollout"}
+    assert (verdicts[0]["to"], verdicts[0]["undone"]) == ("colocated", True)
+    assert bench.memory.split_states["job"].failed_moves["colocated"] >= 1
+    assert not any(r.time_sliced for _, r in bench.list_instances())
+
+
+@pytest.mark.parametrize("colocate", ["never", "always"])
+def test_planner_changes_no_mode_that_the_job_file_sets(colocate: str) -> None:
+    bench, verdicts = run_auto(1.0, 15, colocate=colocate)
+    assert verdicts == [] and ("core+rollout" in bench.roles().values()) == (colocate == "always")
+
+
+def test_switches_between_slices_take_the_time_of_the_bytes_that_do_not_fit() -> None:
+    [worker] = pool([1]).workers
+    assert predict_switch_s([worker], [1 << 40, 1 << 40]) == 0.0
+    small = replace(worker, budget=TierBytes(accelerator=1_000_000_000))
+    assert predict_switch_s([small], [800_000_000, 700_000_000]) == pytest.approx(1.0)
+    gpu = replace(small, accelerator="cuda:0 NVIDIA H200")
+    assert predict_switch_s([gpu], [800_000_000, 700_000_000]) == pytest.approx(1 / 12)
+
+
+def test_colocated_step_is_serial_on_shared_workers() -> None:
+    demand = StepDemand(96.0, 50.0, 0.0, 4800.0)
+    rates = StepRates(DecodeCurve("cpu", 1, 0.02), 1.0, gradient_s=2.0, fixed_s=0.0, core_share=0.0)
+    terms = StepTerms(16, 6, 0, engine_slots=64, bin_tokens=0)
+    rolls_s, split = 50 * 0.02, WorkerSplit(2, 1)
+    assert simulate_step_s(demand, rates, split, terms) == pytest.approx(rolls_s + 2.0)
+    shared = replace(split, shared_engines=1)
+    assert simulate_step_s(demand, rates, shared, terms) == pytest.approx(rolls_s + 2.0)
+    dear = replace(terms, switch_s=0.5)
+    assert simulate_step_s(demand, rates, shared, dear) == pytest.approx(rolls_s + 2.0 + 1.0)
+    overlapped = replace(terms, max_staleness=2)
+    alone_s = simulate_step_s(demand, rates, split, overlapped)
+    assert simulate_step_s(demand, rates, shared, overlapped) > 1.5 * alone_s, "slices alternate"

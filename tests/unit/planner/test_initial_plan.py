@@ -45,7 +45,7 @@ SHAPE = ModelShape(28, 3584, 28, 4, 128, 7.6e9, 7.6e9)
 
 
 def mesh(**about: Any) -> PlannerBench:
-    bench = start_pool([4], job(steps_done=0, **about))
+    bench = start_pool([4], job(steps_done=0, colocate="never", **about))
     return bench
 
 
@@ -163,7 +163,7 @@ def test_profile_is_used_after_comparison_with_a_measurement() -> None:
 
 
 def test_measurements_are_reused_for_the_next_job_of_the_model() -> None:
-    bench, plant = PlannerBench(pool([4], job(steps_done=0))), replace(SLOW)
+    bench, plant = PlannerBench(pool([4], job(steps_done=0, colocate="never"))), replace(SLOW)
     about = {"model_key": "m", "model_shape": SHAPE, "emulated_training": ""}
     bench.update(
         workers=tuple(replace(w, accelerator="cuda:0 NVIDIA H100") for w in bench.snapshot.workers)
@@ -211,7 +211,7 @@ SLOW_TRAINER = Plant(work_s=4.0, base_s=0.005, sequence_s=0.0005)
 
 def start_configured(workers: int = 4, **config: object) -> PlannerBench:
     about: dict[str, Any] = {"steps_done": 0, "config": PlannerConfig(**config)}  # type: ignore[arg-type]
-    bench = start_pool([workers], job(**about))
+    bench = start_pool([workers], job(colocate="never", **about))
     return bench
 
 

@@ -42,7 +42,7 @@ def start_move(bench: PlannerBench, plant: Plant) -> PlaceInstance:
 
 def create_slow_job(workers: int = 4) -> tuple[PlannerBench, Plant]:
     """Return a settled job whose trainer is slow, at its default split."""
-    bench = start_pool([workers], job(steps_done=0))
+    bench = start_pool([workers], job(steps_done=0, colocate="never"))
     return bench, Plant(**SLOW_TRAINER)
 
 

@@ -170,7 +170,7 @@ def test_each_core_rank_counts_as_a_training_worker() -> None:
     bench = start_pool([8], job(tensor_parallel=(1, 2), ranks=3, model_key="m"))
     (one,) = bench.snapshot.jobs
     draft = PoolDraft(bench.snapshot, bench.snapshot.workers)
-    count_split = read_split(one, draft.get_instances(one.id))
+    count_split = read_split(draft, one)
     assert (count_split.engines, count_split.trainers) == (
         len(degrees_of(bench)),
         3 + helpers_of(bench),

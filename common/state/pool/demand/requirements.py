@@ -97,6 +97,7 @@ class PlannedJob:
     instance_progress: dict[str, int] = field(default_factory=dict)  # work of each instance so far
     activation_checkpointing: bool = False  # True if training recomputes activations
     gradient_transfer_s: float = 0.0  # seconds in which a hybrid sends its gradient of a step
+    slice_switch_s: float = 0.0  # seconds of a switch between slices of its engine and its core
 
 
 def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
