@@ -3,12 +3,16 @@
 Usage:
 
     python -m loadtests.sharing policies
+    python -m loadtests.sharing colocate [--seeds 3]
     python -m loadtests.sharing gang [--steps 12] [--budgets 1.6,1.2,2.0]
 
 - `policies`: the policies of time slices under virtual time, on `--cases` small random cases
   against every order (`*_over_oracle`: median ratio of the mean response time; `_p95`), and on
   `--workloads` longer ones: `*_makespan_ratio` to the default policy, `*_wait_p99_s`,
   `*_response_mean_s`, `*_switch_share`.
+- `colocate`: engines on the core's workers against engines of their own, and the planner's choice,
+  on simulated accelerators: `auto_regret_p90` (excess time over the better mode), and the speedups
+  of the colocated mode by accelerators and by the ratio of rollout to training time.
 - `gang`: two jobs with engines of their own whose cores share a gang, on the real mesh with
   emulated accelerators, without staleness and with fixed seeds. `bit_equal`: each job's weights of
   all steps are those of the job alone. `gpu_hours_saved`: of those on separate gangs.
@@ -28,12 +32,17 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.measuring.entry import options, parts_of
+from loadtests.sharing.colocation import STEPS, measure_colocation
 from loadtests.sharing.policies import measure_policies
 from loadtests.sharing.shared_gang import GangPlan, measure_shared_gang
 
 
 def run_policies(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     return measure_policies(chosen.cases, chosen.workloads, chosen.seed)
+
+
+def run_colocation(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    return measure_colocation(chosen.seeds, chosen.colocation_steps)
 
 
 def run_gang(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -47,13 +56,16 @@ def main() -> None:
         cases=200,
         workloads=40,
         seed=0,
+        seeds=(3, "of each job that chooses a mode"),
+        colocation_steps=(STEPS, "of each job that chooses a mode"),
         steps=(12, "of each job of a gang"),
         budgets=("1.6,1.2,2.0", "of an accelerator, in cores"),
         rollout_pace="100/8/100000",
         training_pace="400/300",
     )
     parser.add_argument("parts", nargs="*", help="parts to run; all without any")
-    parts_of(parser, parser.parse_args(), {"policies": run_policies, "gang": run_gang})
+    parts = {"policies": run_policies, "colocate": run_colocation, "gang": run_gang}
+    parts_of(parser, parser.parse_args(), parts)
 
 
 if __name__ == "__main__":

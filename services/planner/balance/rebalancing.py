@@ -254,7 +254,7 @@ def _plan_shift(
     best = _find_best_change(draft, state, job, team, inputs)
     if best is None:
         return record_explanation(state, model, "no other split is predicted to be faster", window)
-    after, mode = best.split, best.mode
+    after, mode, inputs = best.split, best.mode, best.inputs
     shift = after.trainers - split.trainers
     towards = mode or (Role.TRAINING if shift > 0 else Role.ROLLOUT)
     moved = abs(shift) + (job.requirements.ranks if mode else 0)
@@ -285,6 +285,7 @@ class SplitChange:
     mode: str  # COLOCATED or SPLIT; empty: unchanged
     step_s: float  # predicted
     weighed_s: float  # and weighed by the distance from the measured number of engines
+    inputs: ReplanInputs  # of the prediction
 
 
 def _find_best_change(
@@ -299,22 +300,23 @@ def _find_best_change(
     """
     split, terms = state.split, build_step_terms(job)
     assert split is not None
-    bases = [("", split)]
+    bases = [("", split, inputs)]
     if (other := find_other_mode(draft, job, state)) is not None:
-        bases.append(other)
+        bases.append((*other, inputs.calibrate(split, terms)))
     best: SplitChange | None = None
     least_s = inputs.current_step_s
-    for mode, base in bases:
+    for mode, base, base_inputs in bases:
         for shift in _list_shifts(job, instances, base):
             after = replace(base, engines=base.engines - shift, trainers=base.trainers + shift)
             if (not shift and not mode) or after.engines < 1:
                 continue
             towards = mode or (Role.TRAINING if shift > 0 else Role.ROLLOUT)
-            after_s = inputs.predict_step_s(after, terms) * state.bias.get(towards, 1.0)
+            after_s = base_inputs.predict_step_s(after, terms) * state.bias.get(towards, 1.0)
             distance = abs(math.log(after.engines / split.engines))
             weighed_s = after_s * (1 + EXTRAPOLATION_PENALTY * distance)
             if weighed_s < TIE_RATIO * least_s:
-                best, least_s = SplitChange(after, mode, after_s, weighed_s), weighed_s
+                change = SplitChange(after, mode, after_s, weighed_s, base_inputs)
+                best, least_s = change, weighed_s
     return best
 
 

@@ -19,6 +19,7 @@ from meshrl.services.planner.forecast.engine_curves import MIN_CURVE_STEPS
 from meshrl.services.planner.forecast.prediction import (
     MODEL_ERROR,
     StepPrediction,
+    calibrate_friction,
     correct_prediction,
     measure_demand,
     measure_rates,
@@ -72,6 +73,14 @@ class ReplanInputs:
         """Predict the seconds of a step with another split."""
         model_s = predict_step_s(self.demand, self.rates, split, terms, self.step_s)
         return correct_prediction(model_s, self.prediction.step_s, self.step_s, self.relative_error)
+
+    def calibrate(self, split: WorkerSplit, terms: StepTerms) -> ReplanInputs:
+        """Return the inputs with rates whose simulation of the current split has the measured
+        seconds of a token.
+        """
+        rates = calibrate_friction(self.window, self.demand, self.rates, split, terms)
+        prediction = predict_step(self.demand, rates, split, terms, self.step_s)
+        return replace(self, rates=rates, prediction=prediction)
 
     def build_figures(self, job: PlannedJob, after: WorkerSplit, after_s: float) -> dict[str, Any]:
         """Build the figures that explain a move to another split."""

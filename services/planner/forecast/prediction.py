@@ -23,7 +23,7 @@ from meshrl.services.planner.forecast.step_quantities import (
     compute_slice_shares,
     predict_gradients_s,
 )
-from meshrl.services.planner.forecast.step_simulation import simulate_step_s
+from meshrl.services.planner.forecast.step_simulation import simulate_step_s, simulate_token_s
 from meshrl.services.planner.forecast.work_account import WorkWindow
 
 MAX_PAUSED_SHARE = 0.9  # maximum share of a step in which slices of the core pause an engine
@@ -103,6 +103,22 @@ def measure_rates(
         ),
         core_share=core_share,
     )
+
+
+def calibrate_friction(
+    window: WorkWindow, demand: StepDemand, rates: StepRates, split: WorkerSplit, terms: StepTerms
+) -> StepRates:
+    """Return the rates with the friction for which the simulation of the split has the measured
+    seconds of a token.
+
+    The mean batch of a window is too small where engines idle between bursts, as beside a slow
+    trainer, or pause for slices of the core.
+    """
+    if not window.steps:
+        return rates
+    measured_s = window.work.engine_s / window.work.sampled
+    simulated_s = simulate_token_s(demand, replace(rates, friction=1.0), split, terms)
+    return replace(rates, friction=measured_s / simulated_s)
 
 
 def predict_step(

@@ -40,6 +40,23 @@ def simulate_step_s(
     demand: StepDemand, rates: StepRates, split: WorkerSplit, terms: StepTerms
 ) -> float:
     """Simulate the mean seconds of a step with engines and trainers at these rates."""
+    simulation, steps = _build_simulation(demand, rates, split, terms)
+    return simulation.simulate_mean_step_s(steps)
+
+
+def simulate_token_s(
+    demand: StepDemand, rates: StepRates, split: WorkerSplit, terms: StepTerms
+) -> float:
+    """Simulate the mean seconds of a token at an engine, with all pauses."""
+    simulation, steps = _build_simulation(demand, rates, split, terms)
+    simulation.simulate_mean_step_s(steps)
+    return simulation.engine_s / max(simulation.generated_tokens, 1e-9)
+
+
+def _build_simulation(
+    demand: StepDemand, rates: StepRates, split: WorkerSplit, terms: StepTerms
+) -> tuple[_StepSimulation, int]:
+    """Return the simulation of a job's steps, and the number of steps that it takes."""
     thin = max(1.0, terms.groups_per_step * terms.group_size / MAX_STEP_TRAJECTORIES)
     groups = max(1, round(terms.groups_per_step / thin))
     steps = int(
@@ -48,7 +65,7 @@ def simulate_step_s(
     lag = terms.max_staleness
     steps = max(steps, 2 * (lag + 1))
     drawn = _draw_groups(demand.length_quantiles, groups * (steps + lag + 1), terms.group_size)
-    return _StepSimulation(demand, rates, split, terms, drawn, groups).simulate_mean_step_s(steps)
+    return _StepSimulation(demand, rates, split, terms, drawn, groups), steps
 
 
 class _StepSimulation:
@@ -74,6 +91,8 @@ class _StepSimulation:
         self._engine_count = (
             split.engines * split.relative_width * groups_per_step / terms.groups_per_step
         )
+        self.engine_s = 0.0  # seconds of all trajectories in slots of engines,
+        self.generated_tokens = 0.0  # and their tokens
         self._time_s = 0.0  # seconds,
         self._progress_tokens = 0.0  # and tokens of a trajectory that was always active
         self._at_engines: list[tuple[float, int]] = []  # at engines: (progress at its end, group)
@@ -122,6 +141,9 @@ class _StepSimulation:
             if self._training_until_s < math.inf:
                 pace *= self._pace_in_training
             ends = self._time_s + (there[0][0] - self._progress_tokens) / pace
+            spent_s, slots = min(ends, until) - self._time_s, self._terms.engine_slots
+            self.engine_s += min(len(there), slots * self._engine_count) * spent_s
+            self.generated_tokens += len(there) * spent_s * pace
             if ends <= until:
                 self._time_s, self._progress_tokens = ends, there[0][0]
                 self._finish_member(heappop(there)[1])
