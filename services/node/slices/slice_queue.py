@@ -321,7 +321,7 @@ class SliceQueue:
             default=math.inf,
         )
 
-    # -- of one instance -------------------------------------------------------------------------
+    # -- order and use ----------------------------------------------------------------------------
 
     def _rank_waiting(self, now: float) -> list[RankedCandidate]:
         candidates = [
