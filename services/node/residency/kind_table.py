@@ -14,6 +14,8 @@ from meshrl.common.state.pool.workers.rows import Tier, TierBytes
 from meshrl.services.node.instances.budgets import Budgets
 from meshrl.services.node.residency.residency_plan import KindPlace, bytes_on
 
+START_ANSWER_TIMEOUT_S = 2.0  # for a process that has perhaps not joined the mesh yet
+
 
 class LocalProcess(Protocol):
     """Process of the worker, as its supervisor knows it."""
@@ -105,12 +107,14 @@ class KindTable:
 
         return TierBytes(*map(subtract_kinds, (Tier.ACCELERATOR, Tier.MEMORY, Tier.DISK)))
 
-    async def refresh(self, computing: Collection[str], requester: str = "") -> None:
+    async def refresh(
+        self, computing: Collection[str], requester: str = "", *, calls_starting: bool = False
+    ) -> None:
         """Request reports from processes whose last report is missing or stale.
 
         A process that does not answer keeps its last report. One that is not ready is called only
-        if it is the requester, because it may not answer yet. Reports of `computing` instances are
-        stale again at once.
+        if it is the requester, or with `calls_starting`, because it may not answer yet. Reports of
+        `computing` instances are stale again at once.
         """
         known = self.entries
         if not any(place.missing_bytes for place in self.places):
@@ -121,7 +125,7 @@ class KindTable:
             for process in self.processes
             if process.pid
             and not process.is_moving
-            and (process.is_ready or process.process_key[0] == requester)
+            and (calls_starting or process.is_ready or process.process_key[0] == requester)
             and not any(entry.describes(process) and not entry.is_stale for entry in known)
         ]
         await asyncio.gather(*(self._describe(process, computing) for process in stale))
@@ -130,7 +134,10 @@ class KindTable:
         instance, generation = process.process_key
         pid, tier = process.pid, process.tier
         try:
-            answer = await self._mesh.ref(process.name).call(RoleControl.describe_kinds, None)
+            deadline_s = None if process.is_ready else START_ANSWER_TIMEOUT_S
+            answer = await self._mesh.ref(process.name).call(
+                RoleControl.describe_kinds, None, deadline_s=deadline_s
+            )
         except UnknownMethod:
             answer = KindStates([])
         except MeshError as error:

@@ -359,6 +359,8 @@ class ResidencyManager:
                 if not self._is_room_expected():
                     raise
             await self._mesh.clock.sleep(ROOM_POLL_S)
+            # One that waits for a time slice of its own can give its room back.
+            await self._table.refresh(fixed, calls_starting=True)
 
     def _is_room_expected(self) -> bool:
         """Return True if room is about to appear; claims that are too old end."""
@@ -374,7 +376,8 @@ class ResidencyManager:
                 del self._rooms.claimed_at[name]
                 continue
             has_claims = True
-            if claimed_at <= oldest:
+            # One that reports its kinds computes in time slices, each of which brings it its room.
+            if claimed_at <= oldest or any(entry.name == name for entry in self._table.entries):
                 self._budgets.cancel_claim(name)
         return has_claims
 
