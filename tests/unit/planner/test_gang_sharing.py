@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from meshrl.common.base.files.offload_media import make_segment_key
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.demand.role_memory import RoleMemory
@@ -59,6 +60,7 @@ def test_processes_of_two_jobs_on_one_worker_have_different_names() -> None:
         for index in range(len(instance.ranks))
     ]
     assert len(names) == 8 and len(set(names)) == 8
+    assert len(set(map(make_segment_key, names))) == 8, "nor do their offloaded tensors mix"
 
 
 def test_guest_of_a_smaller_priority_waits_instead() -> None:
