@@ -352,12 +352,15 @@ class ResidencyManager:
         computing: Collection[str],
     ) -> list[PlannedMove]:
         """Plan; wait for room while processes that start, wake or leave have it."""
+        was_expected = False
         while True:
             try:
                 return make_plan(self._snapshot(fixed, waiting, full_tiers, computing))
             except GpuMemoryFull:
-                if not self._is_room_expected():
+                is_expected = self._is_room_expected()
+                if not is_expected and not was_expected:
                     raise
+            was_expected = is_expected
             await self._mesh.clock.sleep(ROOM_POLL_S)
             # One that waits for a time slice of its own can give its room back.
             await self._table.refresh(fixed, calls_starting=True)
