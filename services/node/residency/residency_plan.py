@@ -22,8 +22,10 @@ LOAD_ORDER = (
     TensorKind.OPTIMIZER,
     TensorKind.KV_CACHE,
 )
-# Assumed bytes per second until a direction is measured: pageable copies, and a network disk.
-ASSUMED_RATES = {Tier.MEMORY: 1e9, Tier.DISK: 2e8}
+# Assumed bytes per second until a direction is measured: pageable copies, and a disk at a share of
+# the rate of memory.
+ASSUMED_MEMORY_RATE = 1e9
+ASSUMED_DISK_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,12 @@ class ResidencySnapshot:
 
     def estimate_s(self, size_bytes: int, source: Tier, target: Tier) -> float:
         """Return the expected seconds of a copy, by the measured rate if there is one."""
-        lower = target if source == Tier.ACCELERATOR else source
-        rate = self.rates.get(f"{source}>{target}") or ASSUMED_RATES[lower]
+        rate = self.rates.get(f"{source}>{target}", 0.0)
+        if not rate:
+            way = f"{source}>{target}".replace(Tier.DISK, Tier.MEMORY)
+            rate = self.rates.get(way, 0.0) or ASSUMED_MEMORY_RATE
+            if Tier.DISK in (source, target):
+                rate *= ASSUMED_DISK_SHARE
         return size_bytes / rate
 
 

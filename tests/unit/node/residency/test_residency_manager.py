@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -124,16 +123,17 @@ async def test_order_awaits_the_prefetch_of_its_own_instance(world: World) -> No
 
 @in_world(BUDGET)
 async def test_kinds_written_back_behind_the_holder_leave_at_once(world: World) -> None:
-    a, b = await world.start("a"), await world.start_offloaded("b")
+    a = await world.start("a")
+    for instance in "bc":
+        await world.start_offloaded(instance)
     await world.take_slice("b", 5.0)
-    assert "write_back optimizer memory" in a.calls or "write_back parameters memory" in a.calls
-    assert not a.dirty
+    assert a.calls[-1].startswith("write_back") and not a.dirty
     began = world.clock.monotonic()
-    await world.prepare("c") if "c" in world.processes else None
-    c = await world.start_offloaded("c")
-    await world.prepare("c", computing_instances=[])
-    assert c.buffers[Tier.ACCELERATOR].keys() == c.sizes.keys()
-    del b, began
+    report = await world.prepare("c", waiting_instances=["b"])
+    assert {move.instance for move in report.moves} == {"a", "b", "c"}
+    left = [move for move in report.moves if move.instance == "a"]
+    assert sum(move.duration_s for move in left) < 0.1
+    assert world.clock.monotonic() - began < 2.0
 
 
 @in_world(TierBytes(accelerator=100, memory=140))
@@ -237,8 +237,8 @@ def test_cancellation_at_any_time_leaves_everything_whole() -> None:
         for instance in "abab":
             await world.take_slice(instance)
 
-    for step in range(12):
-        run_story(lambda world, s=step: story(world, 0.15 * s), BUDGET)  # type: ignore[misc]
+    for step in range(6):
+        run_story(lambda world, s=step: story(world, 0.3 * s + 0.05), BUDGET)  # type: ignore[misc]
 
 
 def test_worker_can_exit_at_any_time() -> None:
@@ -257,8 +257,8 @@ def test_worker_can_exit_at_any_time() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         assert all(task.done() for task in tasks)
 
-    for step in range(8):
-        run_story(lambda world, s=step: story(world, 0.25 * s), BUDGET)  # type: ignore[misc]
+    for step in range(4):
+        run_story(lambda world, s=step: story(world, 0.5 * s + 0.05), BUDGET)  # type: ignore[misc]
 
 
 def chaos(seed: int) -> None:
@@ -301,7 +301,7 @@ def chaos(seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_orders_lose_no_tensor_and_exceed_no_budget(seed: int) -> None:
     chaos(seed)
 
@@ -310,7 +310,3 @@ def test_random_orders_lose_no_tensor_and_exceed_no_budget(seed: int) -> None:
 def test_many_random_orders_lose_no_tensor_and_exceed_no_budget() -> None:
     for seed in range(200):
         chaos(seed)
-
-
-def test_list_of_phases_covers_all_actions() -> None:
-    assert set(itertools.chain(PHASES)) == {"load", "offload", "prefetch", "write_back"}

@@ -96,7 +96,7 @@ def snapshots(draw: st.DrawFn) -> ResidencySnapshot:
     return ResidencySnapshot(places, budgets, others, frozenset({holder} - {""}), waiting)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(snapshots(), st.sampled_from(INSTANCES), st.sets(st.sampled_from(KINDS)))
 def test_plan_of_an_order_loads_all_kinds_within_the_budgets(
     snapshot: ResidencySnapshot, instance: str, kinds: set[str]
@@ -129,7 +129,7 @@ def test_plan_of_an_order_loads_all_kinds_within_the_budgets(
         assert free < min(evicted)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(snapshots(), st.sampled_from(INSTANCES), st.sets(st.sampled_from(KINDS)))
 def test_prefetch_takes_only_room_that_nothing_needs(
     snapshot: ResidencySnapshot, instance: str, kinds: set[str]
@@ -150,7 +150,7 @@ def test_prefetch_takes_only_room_that_nothing_needs(
         check_budgets(snapshot, places)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(snapshots())
 def test_write_back_leaves_kinds_clean_and_within_the_memory_budget(
     snapshot: ResidencySnapshot,
@@ -172,7 +172,7 @@ options = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(options, max_size=5),
     st.integers(0, 30),
