@@ -157,7 +157,7 @@ def train(rank: Rank, step: int, variant: str, directory: Path) -> float:
         else:
             of_round += [make_filler_bin(of_round[0])] * (rank.ranks - len(of_round))
             rank.compute_round(index, [of_round[rank.rank]])
-    offload_and_restore(rank, directory / f"{rank.rank}.kept")
+        offload_and_restore(rank, directory / f"{rank.rank}.kept")
     return rank.apply_gradient(len(rounds), 100.0, 1.0)
 
 

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from meshrl.common.api.calls.interface import Interface
 from meshrl.common.api.calls.role import SetTier, TierUsage
-from meshrl.common.api.node import Worker
+from meshrl.common.api.node import AcquireSlice, ReleaseSlice, TimeSlice, Worker
 from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import AlgorithmConfig, JobConfig, LoraConfig, TrainedModelConfig
+from meshrl.common.mesh.instances.time_slices import SliceClient
+from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.placement import Placement
@@ -43,11 +45,11 @@ WORKER = "worker/w0"
 
 
 class SegmentCalls(Interface):
-    """Part of a worker's interface that handles segments."""
+    """Part of a worker's interface that handles segments and time slices."""
 
 
 SegmentCalls.methods = {
-    name: method for name, method in Worker.methods.items() if name.endswith("_segment")
+    name: method for name, method in Worker.methods.items() if name.endswith(("_segment", "_slice"))
 }
 
 
@@ -56,6 +58,18 @@ class SegmentWorker(SegmentCallsMixin):
 
     def __init__(self, segments: MemorySegments) -> None:
         self.segments = segments
+        # prepares the requested kinds before a time slice is granted
+        self.prepare: Callable[[AcquireSlice], Awaitable[None]] | None = None
+
+    @call(Worker.acquire_slice)
+    async def acquire_slice(self, request: AcquireSlice) -> TimeSlice:
+        assert self.prepare is not None
+        await self.prepare(request)
+        return TimeSlice(request.ticket, 60.0, 0.0)
+
+    @call(Worker.release_slice)
+    def release_slice(self, request: ReleaseSlice) -> None:
+        pass
 
 
 def make_config(variant: str) -> JobConfig:
@@ -123,8 +137,8 @@ class Bench:
         return learner
 
     async def __aenter__(self) -> Bench:
-        self.worker = self.mesh(WORKER)
-        await self.worker.join(SegmentWorker(self.segments))
+        self.worker, self.segment_worker = self.mesh(WORKER), SegmentWorker(self.segments)
+        await self.worker.join(self.segment_worker)
         await self.core.mesh.join(None)
         return self
 
@@ -133,6 +147,11 @@ class Bench:
         async with self.segments:
             await self.core.mesh.leave()
             await self.worker.leave()
+
+    def share(self, prepare: Callable[[AcquireSlice], Awaitable[None]]) -> None:
+        """Let the core compute in time slices, each of which `prepare` precedes."""
+        self.segment_worker.prepare = prepare
+        self.core.runner.time_slices = SliceClient(self.core.mesh, WORKER, "g0.0", 1, enabled=True)
 
     async def set_tier(self, tier: str) -> TierUsage:
         self.epoch += 1

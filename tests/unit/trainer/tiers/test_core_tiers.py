@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from meshrl.common.api.calls.role import TierUsage
+from meshrl.common.api.calls.role import MoveKinds, TierUsage
+from meshrl.common.api.node import AcquireSlice
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import CorruptData, MeshError, RankLost, Refused, StorageFull
 from meshrl.common.base.files.offloaded_tensors import BLOCK_BYTES
@@ -24,6 +27,7 @@ from tests.unit.trainer.tiers.bench import Bench
 
 STEPS = 2
 TIERS = ("accelerator", "memory", "disk")
+KINDS = ("parameters", "gradients", "optimizer")
 in_virtual_time = story_on(partial(run_virtual, limit_s=1e6), given=2)
 
 
@@ -98,6 +102,43 @@ async def test_step_is_suspended_while_the_core_sleeps(
         await bench.set_tier("accelerator")
         await step
         assert bench.digest() == expected[0]
+
+
+@pytest.mark.rotating(4)
+@pytest.mark.parametrize("variant", ["plain", "critic", "adapters", "bfloat16"])
+def test_kinds_moved_between_all_pieces_give_equal_bits(variant: str, tmp_path: Path) -> None:
+    expected, found = run_without_sleep(tmp_path, variant), []
+
+    async def main(clock: Clock, random: Random) -> None:
+        draw, functions = random.child("moves"), set[str]()
+        async with Bench(clock, random, tmp_path, variant) as bench:
+            order = itertools.count(1)
+
+            async def move(action: str, kinds: Sequence[str], tier: str = "") -> None:
+                await bench.core.kinds.move_kinds(MoveKinds(next(order), action, list(kinds), tier))
+
+            async def prepare(request: AcquireSlice) -> None:
+                functions.add(request.function)
+                assert set(request.kinds) <= set(KINDS) and request.kinds
+                for kind in KINDS:
+                    action = ("write_back", "offload", "load")[draw.randrange(3)]
+                    tier = TIERS[1 + draw.randrange(2)] if action != "load" else ""
+                    await move(action, [kind], tier)
+                if draw.randrange(2):  # else the core loads what is missing
+                    await move("load", request.kinds)
+                    states = {one.kind: one for one in bench.core.kinds.describe_kinds().kinds}
+                    for kind in request.kinds:
+                        assert states[kind].accelerator_bytes == states[kind].size_bytes
+
+            bench.share(prepare)
+            for number in range(1, STEPS + 1):
+                await bench.step(number)
+                await move("load", KINDS)
+                found.append(bench.digest())
+            assert {"forward_backward", "optim_step"} <= functions
+
+    run_virtual(main, limit_s=1e6)
+    assert found == expected
 
 
 @in_virtual_time

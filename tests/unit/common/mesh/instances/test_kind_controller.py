@@ -1,0 +1,225 @@
+"""Kinds of a process's tensors that move between tiers, are cancelled, and are torn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshrl.common.api.calls.role import KindState, MoveKinds
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import CorruptData, Fenced, Refused
+from meshrl.common.base.files.offloaded_tensors import Octets
+from meshrl.common.base.host.settings import make_offload_path
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.instances.kind_controller import (
+    KindController,
+    KindMemory,
+    TensorsOfKind,
+)
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.model.files.tensor_storages import TensorStorages
+from tests.load import scaled
+from tests.meshes import alone
+
+NAME = "trainer/j"
+PIECES = 3  # tensors of a kind, each of which is copied as one piece
+
+
+class GatedStorages(TensorStorages):
+    """Storages whose copy waits at piece `gate_at` until the gate opens."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], process: Process) -> None:
+        super().__init__(tensors)
+        self._process = process
+
+    def read(self, name: str, start: int, end: int) -> Octets:
+        self._process.pass_gate()
+        return super().read(name, start, end)
+
+    def write(self, name: str, start: int, piece: Octets) -> None:
+        self._process.pass_gate()
+        super().write(name, start, piece)
+
+
+class Process:
+    """Process with the kinds `parameters` and `kv_cache`, of which the latter can be rebuilt."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tensors = {
+            kind: {f"{kind}.{i}": torch.randn(64 + i) for i in range(PIECES)}
+            for kind in ("parameters", "kv_cache")
+        }
+        self.expected = {
+            kind: {name: t.clone() for name, t in group.items()}
+            for kind, group in self.tensors.items()
+        }
+        self.gate_at, self._pieces_left = -1, -1
+        self.has_arrived, self.gate = threading.Event(), threading.Event()
+        self.rebuilds = 0
+        self.is_time_sliced = True
+        host = SystemHost()
+        mesh = alone(NAME, SystemClock(), Random(1), host)
+
+        async def run(work: Callable[[], object]) -> object:
+            return await host.run_blocking(work, deadline_s=scaled(20.0))
+
+        def make_source(kind: str, **options: object) -> TensorsOfKind:
+            tensors = self.tensors[kind]
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            return TensorsOfKind(lambda: GatedStorages(tensors, self), lambda: size, **options)
+
+        self.kinds = KindController(
+            mesh,
+            {
+                "parameters": make_source("parameters"),
+                "kv_cache": make_source("kv_cache", rebuild=self._rebuild),
+            },
+            run,
+            "",
+            str(directory),
+            is_time_sliced=lambda: self.is_time_sliced,
+        )
+        self.orders = 0
+
+    async def _rebuild(self, memory: KindMemory) -> None:
+        await self.kinds.reallocate(memory)
+        for name, tensor in self.tensors["kv_cache"].items():
+            tensor.copy_(self.expected["kv_cache"][name])
+        self.rebuilds += 1
+
+    def pass_gate(self) -> None:
+        if self._pieces_left == 0:
+            self.has_arrived.set()
+            assert self.gate.wait(scaled(10.0))
+        self._pieces_left -= 1
+
+    def close_gate(self, piece: int) -> None:
+        self._pieces_left = piece
+        self.has_arrived.clear()
+        self.gate.clear()
+
+    async def order(self, action: str, *kinds: str) -> dict[str, KindState]:
+        self.orders += 1
+        tier = "disk" if action in ("offload", "write_back") else ""
+        order = MoveKinds(self.orders, action, list(kinds), tier)
+        states = await self.kinds.move_kinds(order)
+        return {state.kind: state for state in states.kinds}
+
+    def get_file(self, kind: str) -> Path:
+        return make_offload_path(self.directory, NAME, kind)
+
+    def assert_equal_bits(self, *kinds: str) -> None:
+        for kind in kinds or self.tensors:
+            for name, tensor in self.tensors[kind].items():
+                assert torch.equal(tensor, self.expected[kind][name]), name
+
+
+async def test_kinds_move_on_their_own_and_return_bit_by_bit(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    size = sum(tensor.nbytes for tensor in process.tensors["parameters"].values())
+    found = (await process.order("write_back", "parameters"))["parameters"]
+    assert (found.accelerator_bytes, found.is_dirty) == (size, False) and found.disk_bytes > size
+    async with process.kinds.use_kinds(("parameters",), ("parameters",)):
+        process.tensors["parameters"]["parameters.0"].fill_(7.0)
+    process.expected["parameters"]["parameters.0"].fill_(7.0)
+    assert process.kinds.describe_kinds().kinds[0].is_dirty
+    both = await process.order("offload", "parameters")
+    assert (both["parameters"].accelerator_bytes, both["parameters"].size_bytes) == (0, size)
+    assert both["kv_cache"].accelerator_bytes == size and both["kv_cache"].can_drop
+    both = await process.order("drop", "kv_cache")
+    assert process.kinds.accelerator_bytes == 0 and both["kv_cache"].disk_bytes == 0
+    both = await process.order("load", "parameters", "kv_cache")
+    assert not both["parameters"].is_dirty and process.rebuilds == 1
+    process.assert_equal_bits()
+    with pytest.raises(Refused, match="the parameters cannot be rebuilt"):
+        await process.order("drop", "parameters")
+
+
+async def test_orders_are_fenced_by_number_and_repeatable(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    offload = MoveKinds(2, "offload", ["parameters"], "disk")
+    first = await process.kinds.move_kinds(offload)
+    written = process.get_file("parameters").stat().st_ino
+    assert await process.kinds.move_kinds(offload) == first
+    assert process.get_file("parameters").stat().st_ino == written
+    for late in (MoveKinds(1, "load", ["parameters"], ""), MoveKinds(2, "load", [], "")):
+        with pytest.raises(Fenced, match="came after order 2"):
+            await process.kinds.move_kinds(late)
+    await process.kinds.cancel_move(4)  # which has not come
+    with pytest.raises(Refused, match="was cancelled"):
+        await process.kinds.move_kinds(MoveKinds(4, "load", ["parameters"], ""))
+    for wrong in (["x"], "offload", "disk"), (["parameters"], "offload", "absent"):
+        with pytest.raises(Refused, match="the kinds stay where they are"):
+            await process.kinds.move_kinds(MoveKinds(5 + len(wrong[2]), wrong[1], *wrong[::2]))
+
+
+async def test_nothing_moves_while_the_process_computes_or_sleeps(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    async with process.kinds.use_kinds(("parameters",)):
+        with pytest.raises(Refused, match="process computes"):
+            await process.order("offload", "parameters")
+    await process.order("offload", "parameters")
+    async with process.kinds.use_kinds(("parameters",)):  # loads the missing kind
+        process.assert_equal_bits()
+    process.kinds.is_asleep = True
+    with pytest.raises(Refused, match="moves as a whole"):
+        await process.order("offload", "parameters")
+    process.kinds.is_asleep, process.is_time_sliced = False, False
+    with pytest.raises(Refused, match="without time slices"):
+        await process.order("offload", "parameters")
+
+
+@pytest.mark.parametrize("piece", range(2 * PIECES))
+async def test_cancelled_move_leaves_each_kind_whole(piece: int, tmp_path: Path) -> None:
+    for action in ("offload", "load"):
+        process = Process(tmp_path / action)
+        if action == "load":
+            await process.order("offload", "parameters", "kv_cache")
+        process.close_gate(piece)
+        moving = asyncio.create_task(process.order(action, "parameters", "kv_cache"))
+        while not process.has_arrived.is_set():
+            await asyncio.sleep(0.001)
+        cancelling = asyncio.create_task(process.kinds.cancel_move(process.orders))
+        await asyncio.sleep(0)
+        process.gate.set()
+        states = {state.kind: state for state in (await cancelling).kinds}
+        last = piece == 2 * PIECES - 1  # no check follows the last piece of the order
+        if last:
+            await moving
+        else:
+            with pytest.raises(Refused, match="cancelled"):
+                await moving
+        is_away = [states[kind].accelerator_bytes == 0 for kind in ("parameters", "kv_cache")]
+        moved = [piece >= PIECES - 1, last]
+        assert is_away == (moved if action == "offload" else [not one for one in moved])
+        await process.order("load", "parameters", "kv_cache")
+        process.assert_equal_bits()
+
+
+async def test_torn_copy_is_rebuilt_or_reported_as_lost(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    await process.order("offload", "parameters", "kv_cache")
+    for kind in ("parameters", "kv_cache"):
+        with process.get_file(kind).open("r+b") as file:
+            file.truncate(process.get_file(kind).stat().st_size - 1)
+    await process.order("load", "kv_cache")
+    process.assert_equal_bits("kv_cache")
+    assert process.rebuilds == 1
+    with pytest.raises(CorruptData):
+        await process.order("load", "parameters")
+    with pytest.raises(CorruptData):
+        async with process.kinds.use_kinds():
+            pass
+    process.kinds.clear_loss()
+    async with process.kinds.use_kinds(("parameters",), ("parameters",)):
+        for name, tensor in process.tensors["parameters"].items():
+            tensor.copy_(process.expected["parameters"][name])
+    await process.order("offload", "parameters")
+    await process.order("load", "parameters")
+    process.assert_equal_bits()
