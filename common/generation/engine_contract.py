@@ -18,6 +18,7 @@ from meshrl.common.base.expert_routing import NO_EXPERTS, concatenate_experts
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from meshrl.common.generation.batch.engine_memory import EngineMemory
     from meshrl.common.generation.prefix_loading import PrefixLoad
 
 NO_VERSION = -1  # version of an engine without a complete version
@@ -282,6 +283,30 @@ class TokenEngine(SteppableEngine, Protocol):
     def cache_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values; 0: they cannot be moved."""
 
+    @property
+    def cannot_copy_memory(self) -> bool:
+        """True if the content of freed memory cannot be copied, only built again."""
+
+    @property
+    def cache_size_bytes(self) -> int:
+        """Bytes of the cache's memory; 0: unknown, or before the first weights."""
+
+    def collect_weights(self) -> EngineMemory:
+        """Return the memory of the weights; no step may run while it is freed."""
+
+    def collect_cache(self) -> EngineMemory:
+        """Return the memory of the cache; no step may run while it is freed."""
+
+    def forget_cache(self) -> None:
+        """Let running requests compute the cache again, because its content is lost."""
+
+    @property
+    def running_cache_tokens(self) -> int:
+        """Tokens of running requests whose keys and values are cached."""
+
+    def end_slice(self) -> None:
+        """Stop computing until the next step."""
+
     def describe_session_cache(self, session: int) -> SessionCache | None:
         """Describe the computed tokens of an idle session.
 
@@ -310,7 +335,29 @@ class TokenEngine(SteppableEngine, Protocol):
 
 
 class WithoutCacheTransfer:
-    """Cache transfer part of the contract for an engine whose keys and values are inaccessible."""
+    """Part of the contract for an engine whose keys and values are inaccessible."""
+
+    cannot_copy_memory = True
+    running_cache_tokens = 0
+
+    @property
+    def cache_size_bytes(self) -> int:
+        """Return 0: unknown."""
+        return 0
+
+    def forget_cache(self) -> None:
+        """Do nothing, because the engine's own memory knows its content."""
+
+    def end_slice(self) -> None:
+        """Do nothing, because only `step` computes."""
+
+    def collect_weights(self) -> EngineMemory:
+        """Refuse, because the memory cannot be freed by kind."""
+        raise Refused("this engine frees its memory only as a whole", where="engine")
+
+    def collect_cache(self) -> EngineMemory:
+        """Refuse, because the memory cannot be freed by kind."""
+        return self.collect_weights()
 
     def describe_session_cache(self, session: int) -> SessionCache | None:
         """Return None."""

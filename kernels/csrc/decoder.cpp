@@ -330,6 +330,17 @@ class Decoder {
     }
   }
 
+  // Frees the memory of the cache; its content is zero afterwards.
+  void discard_cache() {
+    for (Layer& layer : layers_) layer.keys.discard(), layer.values.discard();
+  }
+
+  // Weights that take the most memory: the matrices (0) and the embedding (1).
+  std::pair<char*, int64_t> weights_memory(int index) {
+    if (index == 0) return {reinterpret_cast<char*>(weights_.data()), weights_.bytes()};
+    return {reinterpret_cast<char*>(embedding_.data()), embedding_.size() * sizeof(float)};
+  }
+
   // Copies the blocks layer by layer, in the given order: all keys, then all values.
   void read_blocks(const int32_t* blocks, int64_t n, char* out) const {
     for (const Layer& layer : layers_)
@@ -785,6 +796,13 @@ void decoder_copy_block(void* d, int64_t from, int64_t to) {
 }
 void decoder_read(void* d, int part, int64_t layer, float* values) {
   static_cast<const Model*>(d)->read_part(static_cast<Part>(part), layer, values);
+}
+void decoder_discard_cache(void* d) { static_cast<Model*>(d)->discard_cache(); }
+// Sets the address of weights, see `weights_memory`, and returns their bytes.
+int64_t decoder_weights_memory(void* d, int index, void** address) {
+  const auto [data, bytes] = static_cast<Model*>(d)->weights_memory(index);
+  *address = data;
+  return bytes;
 }
 int64_t decoder_item_bytes() { return sizeof(MESHRL_STORAGE); }
 void decoder_read_blocks(void* d, const int32_t* blocks, int64_t n, char* out) {

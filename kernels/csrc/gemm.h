@@ -43,7 +43,12 @@ class Buffer {
     if (data_ != nullptr) munmap(data_, bytes_);
     data_ = nullptr;
   }
+  // Returns the pages to the host; they are zero at their next use.
+  void discard() {
+    if (data_ != nullptr) madvise(data_, bytes_, MADV_DONTNEED);
+  }
   T* data() const { return data_; }
+  size_t bytes() const { return data_ == nullptr ? 0 : bytes_; }
 
  private:
   T* data_ = nullptr;

@@ -125,7 +125,7 @@ class ThreadDriver:
         function = service.slice_function
         if not function:
             return False
-        ticket = self._wait_for_slice(service, time_slices.acquire_slice(function))
+        ticket = self._wait_for_slice(service, service.begin_slice(time_slices, function))
         if ticket is None:
             return False
         clock = service.mesh.clock
@@ -138,8 +138,10 @@ class ThreadDriver:
                 service.emulation.reset_lateness()
             return self._run_steps(service, began + max(SLICE_S, time_slices.quantum_s))
         finally:
+            service.engine.end_slice()
             lasted_s = clock.monotonic() - began
-            self._loop.call_soon_threadsafe(time_slices.release_slice, ticket, function, lasted_s)
+            end = partial(service.end_slice, time_slices, ticket, function, lasted_s)
+            self._loop.call_soon_threadsafe(end)
 
     def _run_steps(self, service: EngineService, until_s: float) -> bool:
         """Run steps until `until_s` and to the end of the last step.

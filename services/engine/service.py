@@ -33,12 +33,11 @@ from meshrl.common.base.errors import MeshError, Refused
 from meshrl.common.base.occupancy import Occupancy
 from meshrl.common.generation.engine_contract import GenerationRequest, SteppableEngine, TokenEngine
 from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
-from meshrl.common.mesh.instances.kind_controller import KindController
 from meshrl.common.mesh.instances.tiers import TierController
 from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.runtime.calls.actor import call, cast, stream
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.services.engine.engine_kinds import make_engine_kinds
+from meshrl.services.engine.engine_kinds import SLICE_KINDS, EngineKinds
 from meshrl.services.engine.kv.cache_moves import CacheMoves
 from meshrl.services.engine.kv.chunk_files import NAME_BYTES
 from meshrl.services.engine.kv.host_cache import HostCache
@@ -101,14 +100,11 @@ class EngineService(KindCallsMixin):
         self.cache_moves = CacheMoves(
             mesh, engine, self.steps, between, named, wake, self.commands.enqueue
         )
-        self.kinds = KindController(
-            mesh,
-            make_engine_kinds(engine, self.weights),
-            partial(self.commands.run_between_steps, what="a move of the engine's tensors"),
-            *mesh.settings.offload_targets,
-            is_time_sliced=lambda: time_slices is not None and time_slices.is_enabled,
-        )
-        sleeper = EngineSleeper(mesh, engine, self.commands, self.weights)
+        if time_slices is not None and time_slices.is_enabled:
+            engine.end_slice()  # nothing computes before the first time slice
+        about = mesh, engine, self.weights, self.commands, time_slices
+        self.kinds = EngineKinds(*about).controller
+        sleeper = EngineSleeper(mesh, engine, self.commands, self.weights, self.kinds)
         self.tiers = TierController(
             mesh, sleeper, self.kinds, set_time_slicing=self.set_time_slicing
         )
@@ -321,10 +317,31 @@ class EngineService(KindCallsMixin):
         Return once the setting is in force, at the end of the running step.
         """
         if self.time_slices is not None and enabled != self.time_slices.is_enabled:
+            if not enabled:
+                await self.kinds.load()
             await self.time_slices.set_enabled(enabled)
             await self.commands.run_between_steps(
-                lambda: None, "the engine's switch of time slicing"
+                self.engine.end_slice if enabled else lambda: None,
+                "the engine's switch of time slicing",
             )
+
+    async def begin_slice(self, time_slices: SliceClient, function: str) -> int:
+        """Acquire a time slice with the kinds of a function; return its ticket for `end_slice`."""
+        kinds, changed = SLICE_KINDS[function]
+        ticket = await time_slices.acquire_slice(function, kinds=kinds)
+        try:
+            await self.kinds.begin_use(kinds, changed)
+        except BaseException:
+            time_slices.release_slice(ticket, function, 0.0)
+            raise
+        return ticket
+
+    def end_slice(
+        self, time_slices: SliceClient, ticket: int, function: str, duration_s: float
+    ) -> None:
+        """Release a time slice after `duration_s` seconds."""
+        self.kinds.end_use()
+        time_slices.release_slice(ticket, function, duration_s)
 
     @call(Engine.set_tier)
     async def set_tier(self, desired: SetTier) -> TierUsage:

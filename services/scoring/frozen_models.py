@@ -20,7 +20,8 @@ from meshrl.common.api.scoring import (
     Verdicts,
 )
 from meshrl.common.base.errors import MeshError, Refused
-from meshrl.common.generation.engine_contract import TokenEngine
+from meshrl.common.generation.batch.engine_memory import CombinedMemory
+from meshrl.common.generation.builtin.engine import BuiltinEngine
 from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
 from meshrl.common.mesh.instances.kind_controller import KindController, KindMemory, TensorsOfKind
 from meshrl.common.mesh.instances.tiers import StatelessSleeper, TierController
@@ -34,6 +35,7 @@ from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.common.state.pool.workers.rows import TensorKind, Tier
 
 T = TypeVar("T")
+KINDS = (TensorKind.PARAMETERS,)  # that a batch computes with
 LoadModels = Callable[[], Awaitable[dict[str, "FrozenModel"]]]
 
 COMPUTE_TIMEOUT_S = 3600.0  # for one batch: callers set deadlines by its size
@@ -43,7 +45,7 @@ POLL_S = 0.25  # delay of the exit after a failed batch, whose caller gets the e
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
-    engine: TokenEngine
+    engine: BuiltinEngine
     tokenizer: Tokenizer | None = None  # only a judge needs one
     size_bytes: int = 0  # of its weights
 
@@ -69,7 +71,11 @@ class FrozenModels(StatelessSleeper, KindCallsMixin):
         self.time_slices = time_slices or SliceClient(mesh, "", "", 0)
         self.kinds = KindController(
             mesh,
-            {TensorKind.PARAMETERS: TensorsOfKind(self._collect_weights, self._measure_weights)},
+            {
+                TensorKind.PARAMETERS: TensorsOfKind(
+                    self._collect_weights, self._measure_weights, self._load_again
+                )
+            },
             self._run_blocking,
             *mesh.settings.offload_targets,
             is_time_sliced=lambda: self.time_slices.is_enabled,
@@ -125,7 +131,10 @@ class FrozenModels(StatelessSleeper, KindCallsMixin):
             self._models = {}
             trim_heap()
 
-        await self._thread.run(let_go, deadline_s=COMPUTE_TIMEOUT_S)
+        async with self.kinds.use_kinds():
+            await self._thread.run(let_go, deadline_s=COMPUTE_TIMEOUT_S)
+            self.kinds.forget_all()
+        await self.kinds.drop_copies()
 
     async def wake(self) -> None:
         """Load the same models again: they never change."""
@@ -181,7 +190,13 @@ class FrozenModels(StatelessSleeper, KindCallsMixin):
             )
 
     def _collect_weights(self) -> KindMemory:
-        raise Refused("the frozen models are loaded as a whole", where=self.mesh.name)
+        return CombinedMemory(
+            {role: model.engine.collect_weights() for role, model in self._models.items()}
+        )
+
+    async def _load_again(self, memory: KindMemory) -> None:
+        """Load the models from their source; the engines of the freed memory are not used again."""
+        self.set_models(await self._load_models())
 
     async def _run_blocking(self, work: Callable[..., T], *args: Any) -> T:
         return await self._thread.run(work, *args, deadline_s=COMPUTE_TIMEOUT_S)
@@ -202,9 +217,11 @@ class FrozenModels(StatelessSleeper, KindCallsMixin):
             finally:
                 self.busy_s += self.mesh.clock.monotonic() - started
 
-        return await self.time_slices.run_in_slice(
-            "score", lambda: self._thread.run(watched, deadline_s=COMPUTE_TIMEOUT_S)
-        )
+        async def compute() -> T:
+            async with self.kinds.use_kinds(KINDS):
+                return await self._thread.run(watched, deadline_s=COMPUTE_TIMEOUT_S)
+
+        return await self.time_slices.run_in_slice("score", compute, kinds=KINDS)
 
     @call(Scoring.drain)
     def drain(self, reason: str) -> None:
@@ -213,7 +230,7 @@ class FrozenModels(StatelessSleeper, KindCallsMixin):
 
 
 def score_sequences(
-    role: str, engine: TokenEngine, sequences: Sequence[NDArray[np.int32]]
+    role: str, engine: BuiltinEngine, sequences: Sequence[NDArray[np.int32]]
 ) -> RoleLogprobs:
     """Return the log-probabilities of each sequence's tokens, 0 for its first one."""
     found, errors = [], []

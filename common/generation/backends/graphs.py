@@ -27,6 +27,7 @@ from meshrl.common.generation.batch.step_compute import SlotIndices, out_of_memo
 from meshrl.common.generation.engine_contract import NO_FLOATS, IntArray
 from meshrl.common.job.memory.cache_blocks import count_blocks
 from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.tensor_storages import TensorStorages
 from meshrl.common.model.network.attention import AttentionFunction, build_causal_mask
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.model.network.moe import Routing, can_group_experts
@@ -367,8 +368,18 @@ class GraphCompute:
     @torch.inference_mode()
     def read_cache(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
         """Copy a slot's blocks of tokens [start, end), uint8: all keys, then all values."""
-        content = np.empty(self.span_bytes(start, end), np.uint8)
-        block_ids = self._get_block_ids(slot, start, end)
+        return self.read_blocks(self._get_block_ids(slot, start, end))
+
+    @torch.inference_mode()
+    def write_cache(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        """Write the result of `read_cache` into the slot's blocks."""
+        self.write_blocks(self._get_block_ids(slot, start, end), content)
+
+    @torch.inference_mode()
+    def read_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Copy blocks, uint8: all keys, then all values."""
+        content = np.empty(len(blocks) * BLOCK_TOKENS * self.cache_bytes_per_token, np.uint8)
+        block_ids = self._to_device(blocks.astype(np.int64))
         for part, there in zip(
             self._split_keys_values(content), (self.keys, self.values), strict=True
         ):
@@ -376,9 +387,9 @@ class GraphCompute:
         return content
 
     @torch.inference_mode()
-    def write_cache(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
-        """Write the result of `read_cache` into the slot's blocks."""
-        block_ids = self._get_block_ids(slot, start, end)
+    def write_blocks(self, blocks: NDArray[np.int32], content: NDArray[np.uint8]) -> None:
+        """Write the result of `read_blocks`."""
+        block_ids = self._to_device(blocks.astype(np.int64))
         # Copy a read-only array, because torch requires a writable one.
         writable = np.require(content, requirements=("C", "W", "A"))
         for part, there in zip(
@@ -390,11 +401,24 @@ class GraphCompute:
     def _split_keys_values(self, content: NDArray[np.uint8]) -> tuple[Tensor, ...]:
         return torch.from_numpy(content).view(self._dtype).chunk(2)
 
-    def _get_block_ids(self, slot: int, start: int, end: int) -> Tensor:
+    def release_cache(self) -> None:
+        """Free the memory of the cache; graphs have its address, so they are captured again."""
+        self._clear_graphs()
+        self._cache_storages = TensorStorages({"keys": self.keys, "values": self.values})
+        self._cache_storages.release()
+
+    def reallocate_cache(self) -> None:
+        """Allocate the cache again, with undefined content; raise MemoryError without enough."""
+        self._cache_storages.reallocate()
+
+    def collect_weights(self) -> TensorStorages:
+        """Return the memory of the weights; graphs have its address, so none is left."""
+        self._clear_graphs()
+        return TensorStorages(dict(self.model.named_parameters()))
+
+    def _get_block_ids(self, slot: int, start: int, end: int) -> NDArray[np.int32]:
         assert self._block_table is not None
-        return self._to_device(
-            self._block_table[slot, start // BLOCK_TOKENS : count_blocks(end)].astype(np.int64)
-        )
+        return self._block_table[slot, start // BLOCK_TOKENS : count_blocks(end)]
 
     def sleep(self) -> None:
         """Free the memory of weights, cache and captured graphs."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meshrl.common.generation.batch.adapter_deltas import ADAPTER_TARGETS, AdapterDeltas
+from meshrl.common.generation.batch.engine_memory import MappedMemory
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.batch.step_compute import SlotIndices, out_of_memory_error
 from meshrl.common.generation.engine_contract import IntArray
@@ -122,6 +123,8 @@ _SIGNATURES = {
     "decoder_wake": (_ADDRESS, _NUMBER),
     "decoder_sleep": (_ADDRESS,),
     "decoder_copy_block": (_ADDRESS, _NUMBER, _NUMBER),
+    "decoder_discard_cache": (_ADDRESS,),
+    "decoder_weights_memory": (_ADDRESS, ctypes.c_int, _ADDRESS),
     "decoder_item_bytes": (),
     "decoder_read_blocks": (_ADDRESS, _ADDRESS, _NUMBER, _ADDRESS),
     "decoder_write_blocks": (_ADDRESS, _ADDRESS, _NUMBER, _ADDRESS),
@@ -137,6 +140,7 @@ _SIGNATURES = {
 _RESULTS = {
     "decoder_new": _ADDRESS,
     "decoder_item_bytes": _NUMBER,
+    "decoder_weights_memory": _NUMBER,
     "decoder_run": _NUMBER,
     **dict.fromkeys(("decoder_wake", "decoder_load", "decoder_score"), _STATUS),
     **dict.fromkeys(("decoder_adapter_begin", "decoder_adapter_commit"), _STATUS),
@@ -229,19 +233,41 @@ class NativeCompute:
 
     def read_cache(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
         """Copy a slot's blocks of tokens [start, end), uint8."""
-        content = np.empty(self.span_bytes(start, end), np.uint8)
-        blocks = self._get_block_ids(slot, start, end)
+        return self.read_blocks(self._get_block_ids(slot, start, end))
+
+    def write_cache(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        """Write the result of `read_cache` into the slot's blocks."""
+        self.write_blocks(self._get_block_ids(slot, start, end), content)
+
+    def read_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Copy blocks, uint8."""
+        content = np.empty(len(blocks) * BLOCK_TOKENS * self.cache_bytes_per_token, np.uint8)
         self._lib.decoder_read_blocks(
             self._decoder, blocks.ctypes.data, len(blocks), content.ctypes.data
         )
         return content
 
-    def write_cache(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
-        """Write the result of `read_cache` into the slot's blocks."""
-        blocks, content = self._get_block_ids(slot, start, end), np.ascontiguousarray(content)
+    def write_blocks(self, blocks: NDArray[np.int32], content: NDArray[np.uint8]) -> None:
+        """Write the result of `read_blocks`."""
+        content = np.ascontiguousarray(content)
         self._lib.decoder_write_blocks(
             self._decoder, blocks.ctypes.data, len(blocks), content.ctypes.data
         )
+
+    def release_cache(self) -> None:
+        """Free the memory of the cache, whose pages are allocated again at their next use."""
+        self._lib.decoder_discard_cache(self._decoder)
+
+    def reallocate_cache(self) -> None:
+        """Do nothing: see `release_cache`."""
+
+    def collect_weights(self) -> MappedMemory:
+        """Return the memory of the matrices and the embedding, which are nearly all weights."""
+        regions, address = {}, ctypes.c_void_p()
+        for index, name in enumerate(("matrices", "embedding")):
+            size = self._lib.decoder_weights_memory(self._decoder, index, ctypes.byref(address))
+            regions[name] = (address.value or 0, size)
+        return MappedMemory(regions)
 
     def _get_block_ids(self, slot: int, start: int, end: int) -> NDArray[np.int32]:
         assert self._block_table is not None

@@ -141,6 +141,11 @@ class PagedCache:
         self.blocks_per_slot[slot] = 0
         self._slots.num_computed_tokens[slot] = self._num_reused_tokens[slot] = 0
 
+    @property
+    def used_blocks(self) -> NDArray[np.int32]:
+        """Blocks with references, ascending."""
+        return np.flatnonzero(self.block_pool.ref_counts).astype(np.int32)
+
     def clear_prefixes(self) -> None:
         """Drop all published prefixes."""
         self.prefix_cache.clear()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshrl.common.base.errors import MeshError
 from meshrl.common.generation.batch.adapter_deltas import AdapterDeltas
+from meshrl.common.generation.batch.engine_memory import EngineMemory
 from meshrl.common.generation.engine_contract import IntArray
 
 SlotIndices = NDArray[np.int64]  # slot numbers; those that decode are ascending
@@ -66,6 +67,21 @@ class StepCompute(Protocol):
 
     def write_cache(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
         """Write the result of `read_cache` into a slot that has blocks for it."""
+
+    def read_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Copy blocks of the cache."""
+
+    def write_blocks(self, blocks: NDArray[np.int32], content: NDArray[np.uint8]) -> None:
+        """Write the result of `read_blocks`."""
+
+    def release_cache(self) -> None:
+        """Free the memory of the cache, which nothing may access until `reallocate_cache`."""
+
+    def reallocate_cache(self) -> None:
+        """Allocate the cache again, with undefined content; raise MemoryError without enough."""
+
+    def collect_weights(self) -> EngineMemory:
+        """Return the memory of the weights."""
 
     def sleep(self) -> None:
         """Free the memory of weights and cache."""

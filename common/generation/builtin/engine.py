@@ -19,6 +19,7 @@ from meshrl.common.base.clock import Clock, SystemClock
 from meshrl.common.base.errors import ConfigError, CorruptData, Refused
 from meshrl.common.generation.batch.adapter_deltas import build_adapter_deltas
 from meshrl.common.generation.batch.cache_size import CachePlan
+from meshrl.common.generation.batch.engine_memory import CacheMemory, EngineMemory
 from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.batch.step_compute import StepCompute
@@ -43,6 +44,7 @@ from meshrl.common.generation.engine_contract import (
     sequence_too_long_error,
 )
 from meshrl.common.generation.prefix_loading import PrefixStore
+from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS
 from meshrl.common.model.architecture.config import ModelConfig
 
 
@@ -112,6 +114,10 @@ class BuiltinEngine:
             loads.offload_all,
         )
         self._is_paused = False
+        # From `collect_cache` to the next step, requests do not take slots: that may copy a block.
+        self._defers_requests = False
+        self._is_cache_released = False
+        self.cannot_copy_memory = False
         self.cache_plan: CachePlan | None = None  # None before the first wake-up
         self._plan_cache = plan_cache
 
@@ -161,6 +167,11 @@ class BuiltinEngine:
         return self._compute.cache_bytes_per_token
 
     @property
+    def cache_size_bytes(self) -> int:
+        """Bytes of the cache's memory; 0 before the first wake-up."""
+        return self.cache_tokens * self.cache_bytes_per_token
+
+    @property
     def prefix_store(self) -> PrefixStore | None:
         """Store of offloaded caches, or None."""
         return self.scheduler.prefix_loads.store
@@ -199,7 +210,7 @@ class BuiltinEngine:
                 self._slots.finish_without_slot(request.id, FinishReason.LENGTH)
             elif self._stop_checker.has_stopped(request):
                 self._slots.finish_without_slot(request.id, FinishReason.STOP)
-            elif self._slots.has_idle_session(request.session):
+            elif self._slots.has_idle_session(request.session) and not self._defers_requests:
                 self.scheduler.start_request(request)
             else:
                 self._queue[request.id] = request
@@ -242,6 +253,7 @@ class BuiltinEngine:
         if self._is_paused or not self._weights.is_ready:
             return False
         began = self._clock.monotonic()
+        self._defers_requests = False
         while self._queue and self._slots.has_available_slot():
             self.scheduler.start_request(self._queue.pop(next(iter(self._queue))))
         self.scheduler.prefix_loads.place_received_chunks()
@@ -399,16 +411,48 @@ class BuiltinEngine:
         self.scheduler.prefix_loads.withdraw_all_offers()
         self._weights.remove_adapter(name)
 
+    def end_slice(self) -> None:
+        """Do nothing, because only `step` computes."""
+
+    def collect_weights(self) -> EngineMemory:
+        """Return the memory of the weights; no step may run while it is freed."""
+        return self._compute.collect_weights()
+
+    def collect_cache(self) -> EngineMemory:
+        """Return the memory of the cache, with the blocks in use; no step may run while it is
+        freed.
+        """
+        block_bytes = BLOCK_TOKENS * self._compute.cache_bytes_per_token
+        used = self._paged_cache.used_blocks
+        self._defers_requests = True
+        num_blocks = self._paged_cache.block_pool.num_blocks
+        return CacheMemory(self._compute, used, block_bytes, num_blocks, self._set_cache_released)
+
+    def _set_cache_released(self, is_released: bool) -> None:
+        self._is_cache_released = is_released
+
+    def forget_cache(self) -> None:
+        """Let running requests compute the cache again, because its content is lost."""
+        self._is_cache_released = False
+        for slot in range(self._slots.num_slots):
+            self.scheduler.drop_cache(slot, offload=False)
+        self._paged_cache.clear_prefixes()
+        self.scheduler.recompute(np.ones(self._slots.num_slots, np.bool_))
+
+    @property
+    def running_cache_tokens(self) -> int:
+        """Tokens of running requests whose keys and values are cached."""
+        rows = self._slots.list_running_slots()
+        return int(self._slots.num_computed_tokens[rows].sum())
+
     def sleep(self) -> None:
         """Free weights and cache; known tokens stay, and are computed again after wake-up."""
         if self._weights.is_asleep:
             return
         self._weights.is_asleep = True
-        self.offload_all()
-        for slot in range(self._slots.num_slots):
-            self.scheduler.drop_cache(slot, offload=False)
-        self._paged_cache.clear_prefixes()
-        self.scheduler.recompute(np.ones(self._slots.num_slots, np.bool_))
+        if not self._is_cache_released:
+            self.offload_all()
+        self.forget_cache()
         self._compute.sleep()
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:

@@ -62,7 +62,7 @@ class TensorsOfKind:
     measure_bytes: Callable[[], int]  # bytes on the accelerator when they are there; any thread
     # Allocates the memory and restores the content without a copy; None: it needs a copy.
     rebuild: Callable[[KindMemory], Awaitable[None]] | None = None
-    # True if dropping it now is cheaper than a copy; see `offload`
+    # returns True if an order to offload it must drop it, because that is cheaper
     prefers_drop: Callable[[], bool] = lambda: False
 
 
@@ -75,6 +75,10 @@ class _Kind:
     # tiers of copies that equal the tensors; other copies are outdated
     equal_tiers: set[Tier] = field(default_factory=set)
     copy_id: str = ""  # of the equal copies
+
+    # bytes and seconds of the last copy to a tier, and of the last one back
+    last_save: tuple[int, float] = (0, 0.0)
+    last_restore: tuple[int, float] = (0, 0.0)
 
     def describe(self) -> KindState:
         size = self.memory.total_bytes if self.memory else self.tensors.measure_bytes()
@@ -138,6 +142,12 @@ class KindController:
         for storage in self._storages:
             storage.set_targets(segment_owner, directory)
 
+    def measure_copy_s(self, name: str, size_bytes: int) -> float:
+        """Return the seconds to copy so many bytes of a kind away and back; 0: not measured yet."""
+        kind = self._kinds[name]
+        rates = [size / s for size, s in (kind.last_save, kind.last_restore) if size and s]
+        return sum(size_bytes / rate for rate in rates) if len(rates) == 2 else 0.0
+
     def describe_kinds(self) -> KindStates:
         """Return the state of every kind."""
         return KindStates([kind.describe() for kind in self._kinds.values()])
@@ -170,6 +180,14 @@ class KindController:
             CorruptData: The content was lost, and `clear_loss` was not called since.
             Refused: A missing kind does not fit.
         """
+        await self.begin_use(kinds, changed)
+        try:
+            yield
+        finally:
+            self.end_use()
+
+    async def begin_use(self, kinds: Sequence[str] = (), changed: Sequence[str] = ()) -> None:
+        """Begin a use as `use_kinds` does; `end_use` must follow."""
         async with self._lock:
             if self.loss is not None:
                 raise self.loss
@@ -178,10 +196,10 @@ class KindController:
             for name in changed:
                 self._kinds[name].equal_tiers.clear()
             self._user_count += 1
-        try:
-            yield
-        finally:
-            self._user_count -= 1
+
+    def end_use(self) -> None:
+        """End a use of `begin_use`."""
+        self._user_count -= 1
 
     def forget_tensors(self, name: str) -> None:
         """Record that new tensors have replaced those of a kind; call it within `use_kinds`."""
@@ -191,9 +209,13 @@ class KindController:
 
     def reset(self) -> None:
         """Record that the process has created its tensors again; copies stay for `resume`."""
+        self.forget_all()
+        self.is_asleep, self.loss = False, None
+
+    def forget_all(self) -> None:
+        """Record that new tensors replace those of all kinds; call it within `use_kinds`."""
         for name in self._kinds:
             self.forget_tensors(name)
-        self.is_asleep, self.loss = False, None
 
     def clear_loss(self) -> None:
         """Let pieces compute again after lost content, because they write it anew."""
@@ -270,7 +292,7 @@ class KindController:
         if unknown := [name for name in order.kinds if name not in self._kinds]:
             raise self._refuse(f"there is no kind '{unknown[0]}'")
         if order.action in ("load", "write_back", "drop", "offload"):
-            if order.action in ("drop", "offload") and not self._is_time_sliced():
+            if order.action != "load" and not self._is_time_sliced():
                 raise self._refuse("the process computes without time slices")
             if order.action in ("load", "drop"):
                 return Tier.ACCELERATOR
@@ -380,7 +402,10 @@ class KindController:
             return None
         if tier not in kind.equal_tiers:
             copy_id = kind.copy_id if kind.equal_tiers else self._mesh.random.hex_token(8)
+            began = self._mesh.clock.monotonic()
             await self._save(kind, tier, copy_id, memory, cancellation)
+            copied = sum(memory.sizes_bytes.values())
+            kind.last_save = copied, self._mesh.clock.monotonic() - began
             kind.copy_id = copy_id
             await self._drop_other_copies(kind, kind.equal_tiers | {tier})
             kind.equal_tiers.add(tier)
@@ -474,7 +499,10 @@ class KindController:
         found = CorruptData(f"no copy of the {kind.name} is left", where=self._mesh.name)
         for tier in [tier for tier in COPY_TIERS if tier in kind.equal_tiers]:
             try:
+                began = self._mesh.clock.monotonic()
                 await kind.storage.restore(tier, target, cancellation)
+                copied = sum(target.sizes_bytes.values())
+                kind.last_restore = copied, self._mesh.clock.monotonic() - began
                 return
             except CorruptData as error:
                 found = error

@@ -157,6 +157,17 @@ class ServerControl:
         with self._watch.allow_grace():
             self._memory.release()
 
+    def release_tag(self, tag: str) -> None:
+        """Release a part of the memory of a paused server without requests."""
+        self.pause()
+        with self._watch.allow_grace():
+            self._memory.release_tag(tag)
+
+    def resume_tag(self, tag: str) -> None:
+        """Restore a part of the memory of a paused server, without its content."""
+        with self._watch.allow_grace():
+            self._memory.resume_tag(tag)
+
     def begin_resume_memory(self) -> None:
         """Begin to restore the memory, without waiting for it."""
         if self.memory_released:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.common.base.errors import CorruptData, MeshError, Refused
+from meshrl.common.generation.batch.engine_memory import EngineMemory
 from meshrl.common.generation.builtin.loaded_weights import check_shapes, get_tensor_shapes
 from meshrl.common.generation.engine_contract import (
     NO_VERSION,
@@ -47,7 +48,12 @@ from meshrl.services.engine.sglang.sent_request import Decode
 from meshrl.services.engine.sglang.server import SGLangServer
 from meshrl.services.engine.sglang.server_requests import SentWeights, ServerRequests
 from meshrl.services.engine.sglang.server_tensors import ServerTensors
-from meshrl.services.engine.sglang.sleep import RestartedMemory, ServerMemory, TaggedMemory
+from meshrl.services.engine.sglang.sleep import (
+    RestartedMemory,
+    ServerMemory,
+    TaggedMemory,
+    TagMemory,
+)
 from meshrl.services.engine.sglang.weight_push import UPDATE_FLOOR_S, WeightPush
 from meshrl.services.engine.sglang.weight_transports import DiskTransport, create_transport
 
@@ -69,6 +75,7 @@ class ServerInfo:
     recompute_on_update: bool = False  # drop caches of earlier weights
     restarts_for_sleep: bool = False  # its memory is released by ending its process
     restart_limit_s: float = 0.0  # limit of its start after such a sleep
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by tag; 0: below its precision
 
 
 class SGLangEngine(WithoutCacheTransfer):
@@ -85,7 +92,6 @@ class SGLangEngine(WithoutCacheTransfer):
         self.backend, self.tensor_parallel_size = server_info.backend, server_info.ranks
         self.version = NO_VERSION
         self.busy_s = 0.0
-        self.next_step_delay_s = GATHER_S
         self.prefill_tokens_per_s = 0.0  # unknown: prefill and decode overlap
         self.cache_bytes_per_token = 0  # the cache cannot be moved
         self.cache_tokens = 0  # the server chooses the size
@@ -98,7 +104,14 @@ class SGLangEngine(WithoutCacheTransfer):
         ranks = server_info.ranks if server_info.has_adapters else 0
         self._adapters = ServerAdapters(http, config, ranks, on_cpu=control.on_cpu)
         self._is_paused, self._is_asleep = False, True
+        self._is_between_slices = False  # the server computes nothing until the next step
+        self._stepped_at_s = float("-inf")
         self._computing_since_s: float | None = None  # end of the last step, while requests run
+
+    @property
+    def next_step_delay_s(self) -> float:
+        """Seconds until the next step, which takes the tokens of many requests."""
+        return max(0.0, self._stepped_at_s + GATHER_S - self.requests.clock.monotonic())
 
     @property
     def num_running(self) -> int:
@@ -160,7 +173,7 @@ class SGLangEngine(WithoutCacheTransfer):
         return self.requests.drain(finished_only)
 
     def _send_waiting(self) -> None:
-        if not self._is_halted:
+        if not self._is_halted and not self._is_between_slices:
             # The key includes the update count, because a new lineage numbers other weights
             # equally.
             key = f"w:{self.version}.{self._control.updates}"
@@ -179,7 +192,8 @@ class SGLangEngine(WithoutCacheTransfer):
         if self._is_halted:
             self.requests.receive_events(0.0)
             return False
-        self._resume_server()  # after a pause or an update that failed halfway
+        self._is_between_slices = False
+        self._resume_server()  # after a slice, a pause or an update that failed halfway
         self._send_waiting()
         if not self.requests.sent_requests:
             self.requests.receive_events(0.0)
@@ -189,10 +203,41 @@ class SGLangEngine(WithoutCacheTransfer):
         self.requests.retry_aborts()
         self._unload_unused_adapters()
         self._send_waiting()
-        now_s, is_busy = self.requests.clock.monotonic(), bool(self.requests.sent_requests)
+        now_s = self._stepped_at_s = self.requests.clock.monotonic()
+        is_busy = bool(self.requests.sent_requests)
         self.busy_s += now_s - began_s
         self._computing_since_s = now_s if is_busy else None
         return is_busy
+
+    # -- time slices -----------------------------------------------------------------------------
+
+    def end_slice(self) -> None:
+        """Withdraw all requests and pause the server, until the next step sends them again.
+
+        They find their keys and values in the server's cache, unless it is released. SGLang 0.5
+        does not report the last step before a pause in place, and releases no memory with requests
+        in work.
+        """
+        self._is_between_slices = True
+        if not self._is_halted:
+            self._pause_server()
+
+    def collect_weights(self) -> EngineMemory:
+        return self._collect_memory("weights")
+
+    def collect_cache(self) -> EngineMemory:
+        return self._collect_memory("kv_cache")
+
+    def _collect_memory(self, tag: str) -> EngineMemory:
+        if self._server_info.restarts_for_sleep:
+            raise Refused(
+                "this SGLang server releases memory only by ending its process", where="engine"
+            )
+        return TagMemory(self._control, tag, self._server_info.memory_bytes.get(tag, 0))
+
+    @property
+    def cache_size_bytes(self) -> int:
+        return self._server_info.memory_bytes.get("kv_cache", 0)
 
     # -- pauses and weights ----------------------------------------------------------------------
 
@@ -287,7 +332,7 @@ class SGLangEngine(WithoutCacheTransfer):
         self._control.pause()
 
     def _resume_server(self) -> None:
-        if not self._is_halted:
+        if not self._is_halted and not self._is_between_slices:
             self._control.resume()
             self._send_waiting()
 
@@ -386,6 +431,7 @@ def attach_engine(
         recompute_on_update=kv_on_update == "recompute",
         restarts_for_sleep=memory.forgets_state,
         restart_limit_s=server.limits.longest_s if memory.forgets_state else 0.0,
+        memory_bytes=server.memory_bytes,
     )
     requests = ServerRequests(
         server.http,

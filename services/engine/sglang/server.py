@@ -68,6 +68,7 @@ class SGLangServer:
         self.ranks = 1  # processes that hold a share of the weights
         self.push_devices = PushDevices()  # of the server, and of this process
         self.sleep_tags: tuple[str, ...] = v0_5.SLEEP_TAGS  # empty: sleep must end the server
+        self.memory_bytes: Mapping[str, int] = {}  # by tag
         self.start_text = ""  # progress of a start, for people
         self._child: ChildProcess | None = None
         self._ports: PortBlock | None = None
@@ -202,6 +203,7 @@ class SGLangServer:
             about, self.launch_config.device, count_gpus(), os.environ
         )
         self.sleep_tags = v0_5.choose_sleep_tags(about)
+        self.memory_bytes = v0_5.parse_memory_bytes(about)
         if not self.version.startswith("0.5."):
             raise ConfigError(
                 f"SGLang {self.version} is not supported",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from meshrl.common.base.errors import StillStarting
+from meshrl.common.base.errors import Refused, StillStarting
+from meshrl.common.base.files.offloaded_tensors import Octets
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.http_client import HttpClient, PendingResult
 
@@ -19,6 +20,12 @@ class ServerMemory(Protocol):
     forgets_state: bool  # after `resume` the server is as at its first start
 
     def release(self) -> None: ...
+
+    def release_tag(self, tag: str) -> None:
+        """Release a part of the memory; its content is lost."""
+
+    def resume_tag(self, tag: str) -> None:
+        """Restore a released part, without its content."""
 
     def begin_resume(self) -> None:
         """Begin what takes long, without waiting for it."""
@@ -36,19 +43,71 @@ class TaggedMemory:
     forgets_state = False
 
     def __init__(self, http: HttpClient, tags: tuple[str, ...]) -> None:
-        self._http, self._body = http, {"tags": list(tags)}
+        self._http, self._tags = http, tags
+        self._released_tags: set[str] = set()
 
     def release(self) -> None:
-        self._http.call("POST", v0_5.RELEASE, self._body, deadline_s=RELEASE_TIMEOUT_S)
+        self._release([tag for tag in self._tags if tag not in self._released_tags])
+
+    def release_tag(self, tag: str) -> None:
+        if tag not in self._released_tags:
+            self._release([tag])
+
+    def _release(self, tags: list[str]) -> None:
+        # Set before the call: if the answer is lost, the memory may be released all the same.
+        self._released_tags.update(tags)
+        if tags:
+            self._http.call("POST", v0_5.RELEASE, {"tags": tags}, deadline_s=RELEASE_TIMEOUT_S)
 
     def begin_resume(self) -> None:
         """Do nothing, because `resume` takes milliseconds."""
 
     def resume(self) -> None:
-        self._http.call("POST", v0_5.RESUME, self._body, deadline_s=RELEASE_TIMEOUT_S)
+        self._resume([tag for tag in self._tags if tag in self._released_tags])
+
+    def resume_tag(self, tag: str) -> None:
+        if tag in self._released_tags:
+            self._resume([tag])
+
+    def _resume(self, tags: list[str]) -> None:
+        # SGLang crashes if it restores tags twice, and it restores them even if its answer is lost.
+        self._released_tags.difference_update(tags)
+        if tags:
+            self._http.call("POST", v0_5.RESUME, {"tags": tags}, deadline_s=RELEASE_TIMEOUT_S)
 
     def cancel_resume(self) -> None:
         """Do nothing, because nothing is restored before `resume`."""
+
+
+class TagControl(Protocol):
+    """Control of a paused server that releases its memory by tag."""
+
+    def release_tag(self, tag: str) -> None: ...
+    def resume_tag(self, tag: str) -> None: ...
+
+
+class TagMemory:
+    """Memory of one tag of a server, whose content is lost when it is released."""
+
+    def __init__(self, control: TagControl, tag: str, size_bytes: int) -> None:
+        self._control, self._tag = control, tag
+        self.sizes_bytes: dict[str, int] = {}  # nothing is copied
+        self.total_bytes = max(1, size_bytes)  # the server reports small sizes as 0
+
+    def read_into(self, name: str, start: int, out: Octets) -> None:
+        raise KeyError(name)
+
+    def write(self, name: str, start: int, piece: Octets) -> None:
+        raise KeyError(name)
+
+    def release(self) -> None:
+        self._control.release_tag(self._tag)
+
+    def reallocate(self) -> None:
+        self._control.resume_tag(self._tag)
+
+    def refresh(self) -> None:
+        """Do nothing, because no content was copied."""
 
 
 class RestartableServer(Protocol):
@@ -81,6 +140,11 @@ class RestartedMemory:
 
     def cancel_resume(self) -> None:
         self.release()
+
+    def release_tag(self, tag: str) -> None:
+        raise Refused(f"SGLang cannot release {tag} alone", where=self._server.http.url)
+
+    resume_tag = release_tag
 
     async def _end(self) -> None:
         """End the process; a launch that still runs has cleaned up by then."""

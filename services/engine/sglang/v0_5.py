@@ -178,6 +178,14 @@ def choose_sleep_tags(about: Mapping[str, Any]) -> tuple[str, ...]:
     return SLEEP_TAGS
 
 
+def parse_memory_bytes(about: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes of a described server's memory by tag, which it reports in GiB."""
+    states = about.get("internal_states") or [{}]
+    memory = states[0].get("memory_usage", {})
+    names = {"weights": "weight", "kv_cache": "kvcache"}
+    return {tag: int(float(memory.get(name) or 0.0) * 2**30) for tag, name in names.items()}
+
+
 def is_plain_sampling(request: GenerationRequest) -> bool:
     """Return True for greedy sampling or for sampling from the model's unmodified distribution."""
     is_unfiltered = request.top_p >= 1 and request.top_k == 0 and request.min_p == 0

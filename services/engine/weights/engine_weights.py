@@ -18,6 +18,7 @@ from meshrl.common.generation.engine_contract import (
     TokenEngine,
     quarantine_on_error,
 )
+from meshrl.common.mesh.instances.kind_controller import KindController
 from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.model.files.tensor_storages import trim_heap
@@ -230,6 +231,12 @@ class EngineWeights:
         self.loaded_event.set()
         self.enter_lineage(lineage)
 
+    def forget_version(self) -> None:
+        """Request the current version again, because the weights are gone."""
+        self._set_computing_manifest("")
+        self.manifest = ""
+        self.change_event.set()
+
     def _report_quarantine(self) -> None:
         """Notify the shards that the engine has no version, as its weights are undefined.
 
@@ -253,21 +260,25 @@ class EngineSleeper:
         engine: TokenEngine,
         commands: StepCommands,
         weights: EngineWeights,
+        kinds: KindController,
     ) -> None:
         self._mesh, self._engine, self._commands = mesh, engine, commands
-        self._weights = weights
+        self._weights, self._kinds = weights, kinds
 
     async def sleep(self, tier: Tier) -> None:
         """Put the engine to sleep until `wake`; until then it fetches no new version."""
 
         self._weights.is_asleep = True  # `follow_versions` loads nothing from now on
         try:
-            await self._commands.run_between_steps(
-                self._put_to_sleep, "putting the engine to sleep"
-            )
+            async with self._kinds.use_kinds():
+                await self._commands.run_between_steps(
+                    self._put_to_sleep, "putting the engine to sleep"
+                )
+                self._kinds.forget_all()
         except BaseException:
             self._weights.is_asleep = False
             raise
+        await self._kinds.drop_copies()
         self._weights.manifest = ""
         await self._mesh.host.run_blocking(trim_heap, deadline_s=LOAD_TIMEOUT_S)
 
