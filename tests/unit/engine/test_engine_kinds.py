@@ -1,0 +1,145 @@
+"""Built-in engine whose weights and cache leave the accelerator between its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from meshrl.common.api.calls.role import KindState, MoveKinds
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.random import Random
+from meshrl.common.generation.builtin.engine import BuiltinEngine
+from meshrl.common.mesh.instances.time_slices import SliceClient
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.engine.engine_kinds import SLICE_KINDS
+from meshrl.services.engine.kv.cache_retention import prefers_recomputation
+from meshrl.services.engine.service import EngineService
+from tests.meshes import alone
+from tests.unit.common.generation.engines_under_test import (
+    CollectedOutput,
+    Listener,
+    built_in,
+    decoder,
+    request,
+)
+
+BOTH = ("parameters", "kv_cache")
+REQUESTS = {  # by step: new ones, and one that continues a session
+    0: [request(i, range(2 + i, 24 + 5 * i), max_new=10, session=i) for i in range(3)],
+    13: [request(10, range(2, 40), max_new=9, session=0)],
+    16: [request(11 + i, range(3, 20 + i), max_new=12) for i in range(3)],
+}
+
+
+class Bench:
+    """Engine service whose commands a task runs, and orders of its worker."""
+
+    def __init__(self, engine: BuiltinEngine, directory: Path) -> None:
+        mesh = alone("engine/g0.0", SystemClock(), Random(1), SystemHost())
+        slices = SliceClient(mesh, "worker/w0", "g0.0", 1, enabled=True)
+        self.engine = engine
+        self.service = EngineService(mesh, engine, lambda action: action(), time_slices=slices)
+        self.service.kinds.set_targets("", str(directory))
+        self._numbers = itertools.count(1)
+
+    async def order(self, action: str, *kinds: str) -> dict[str, KindState]:
+        tier = "disk" if action == "offload" else ""
+        order = MoveKinds(next(self._numbers), action, list(kinds), tier)
+        states = await self.service.kinds.move_kinds(order)
+        return {state.kind: state for state in states.kinds}
+
+    async def step(self) -> bool:
+        async with self.service.kinds.use_kinds(*SLICE_KINDS["generate"]):
+            return self.engine.step()
+
+    async def run_commands(self) -> None:
+        while True:
+            self.service.run_commands(in_slice=True)
+            await asyncio.sleep(0.0005)
+
+
+@asynccontextmanager
+async def open_bench(path: str, directory: Path) -> AsyncIterator[Bench]:
+    bench = Bench(built_in(path), directory)
+    running = asyncio.create_task(bench.run_commands())
+    try:
+        yield bench
+    finally:
+        running.cancel()
+        await bench.service.stop()
+
+
+def run_undisturbed(path: str) -> dict[int, CollectedOutput]:
+    engine = built_in(path)
+    listener = Listener(engine)
+    for step in range(60):
+        engine.submit(REQUESTS.get(step, []))
+        engine.step()
+        listener.drain()
+    return listener.outputs
+
+
+@pytest.mark.parametrize("action", ["offload", "drop"])
+@pytest.mark.parametrize("path", ["native", "eager"])
+async def test_requests_continue_with_the_same_tokens_after_a_switch(
+    path: str, action: str, tmp_path: Path
+) -> None:
+    expected = run_undisturbed(path)
+    async with open_bench(path, tmp_path) as bench:
+        listener = Listener(bench.engine)
+        for step in range(60):
+            if is_away := step % 3 == 1:
+                await bench.order("offload", "parameters")
+                found = await bench.order(action, "kv_cache")
+                assert [found[kind].accelerator_bytes for kind in BOTH] == [0, 0]
+            bench.engine.submit(REQUESTS.get(step, []))  # at 13 and 16, while the tensors are away
+            if is_away:
+                await bench.order("load", *BOTH)
+            await bench.step()
+            listener.drain()
+        assert not bench.engine.num_running and not bench.engine.num_waiting
+    for number, output in expected.items():
+        assert listener.outputs[number].tokens == output.tokens, number
+        assert listener.outputs[number].finish == output.finish
+        assert listener.outputs[number].logprobs == pytest.approx(output.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("path", ["native", "eager"])
+async def test_dropped_weights_are_fetched_before_the_next_step(path: str, tmp_path: Path) -> None:
+    expected = run_undisturbed(path)
+    async with open_bench(path, tmp_path) as bench:
+        service, listener = bench.service, Listener(bench.engine)
+        service.weights.manifest = "m0"
+        bench.engine.submit(REQUESTS[0])
+        for step in range(40):
+            if step == 4:
+                await bench.order("drop", *BOTH)
+                await bench.order("load", *BOTH)
+                assert not await bench.step() and service.slice_function == ""
+                assert service.weights.manifest == "" and service.weights.change_event.is_set()
+                await service.weights.update_weights(decoder().state_dict(), 0, "m0")
+            await bench.step()
+            listener.drain()
+    for number in (one.id for one in REQUESTS[0]):
+        assert listener.outputs[number].tokens == expected[number].tokens
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "tokens", "rate", "expected"),
+    [
+        (1.0, 0, 100.0, True),
+        (0.0, 10, 100.0, False),
+        (1.0, 10, 0.0, False),
+        (1.0, 90, 100.0, True),
+        (1.0, 110, 100.0, False),
+    ],
+)
+def test_cache_is_recomputed_if_that_is_sooner(
+    copy_s: float, tokens: int, rate: float, expected: bool
+) -> None:
+    assert prefers_recomputation(copy_s, tokens, rate) == expected
