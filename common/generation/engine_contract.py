@@ -304,6 +304,10 @@ class TokenEngine(SteppableEngine, Protocol):
     def running_cache_tokens(self) -> int:
         """Tokens of running requests whose keys and values are cached."""
 
+    @property
+    def min_slice_s(self) -> float:
+        """Seconds of a time slice below which `end_slice` costs too much of it."""
+
     def end_slice(self) -> None:
         """Stop computing until the next step."""
 
@@ -339,6 +343,7 @@ class WithoutCacheTransfer:
 
     cannot_copy_memory = True
     running_cache_tokens = 0
+    min_slice_s = 0.0
 
     @property
     def cache_size_bytes(self) -> int:

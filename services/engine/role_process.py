@@ -136,7 +136,8 @@ class ThreadDriver:
                 return True
             if service.emulation is not None:
                 service.emulation.reset_lateness()
-            return self._run_steps(service, began + max(SLICE_S, time_slices.quantum_s))
+            slice_s = max(SLICE_S, service.engine.min_slice_s, time_slices.quantum_s)
+            return self._run_steps(service, began + slice_s)
         finally:
             service.engine.end_slice()
             lasted_s = clock.monotonic() - began

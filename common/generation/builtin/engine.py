@@ -118,6 +118,7 @@ class BuiltinEngine:
         self._defers_requests = False
         self._is_cache_released = False
         self.cannot_copy_memory = False
+        self.min_slice_s = 0.0
         self.cache_plan: CachePlan | None = None  # None before the first wake-up
         self._plan_cache = plan_cache
 

@@ -60,6 +60,8 @@ from meshrl.services.engine.sglang.weight_transports import DiskTransport, creat
 ARRIVAL_TIMEOUT_S = 0.01  # a step waits this long for tokens
 GATHER_S = 0.005  # between two steps, so that each takes the tokens of many requests
 SCORE_TIMEOUT_S = 60.0
+MIN_SLICE_S = 1.0  # requests of a shorter slice would spend much of it in prefills
+MAX_PAUSE_SHARE = 0.05  # of a slice, for the pause at its end
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class SGLangEngine(WithoutCacheTransfer):
         ranks = server_info.ranks if server_info.has_adapters else 0
         self._adapters = ServerAdapters(http, config, ranks, on_cpu=control.on_cpu)
         self._is_paused, self._is_asleep = False, True
+        self.min_slice_s = MIN_SLICE_S
         self._is_between_slices = False  # the server computes nothing until the next step
         self._stepped_at_s = float("-inf")
         self._computing_since_s: float | None = None  # end of the last step, while requests run
@@ -219,8 +222,11 @@ class SGLangEngine(WithoutCacheTransfer):
         in work.
         """
         self._is_between_slices = True
-        if not self._is_halted:
+        if not self._is_halted and not self._control.is_paused:
+            began_s = self.requests.clock.monotonic()
             self._pause_server()
+            pause_s = self.requests.clock.monotonic() - began_s
+            self.min_slice_s = max(MIN_SLICE_S, pause_s / MAX_PAUSE_SHARE)
 
     def collect_weights(self) -> EngineMemory:
         return self._collect_memory("weights")

@@ -113,8 +113,8 @@ def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
         auto_expert_split=training.get("zebra", {}).get("auto", False),
         needs_rollout=_samples_trajectories(document),
         needs_scoring=any(model["path"] for model in models.values()),
-        # A server cannot be paused, and an engine of several workers uses all of them at once.
-        can_time_slice=rollout["engine"] != "sglang" and degrees[0] == 1 and colocate != "never",
+        # an engine of several workers uses all of them at once
+        can_time_slice=degrees[0] == 1 and colocate != "never",
         colocate=colocate,
         shards=rollout["shards"],
         sandboxes=document["sandbox"]["processes"] if sandboxed else 0,

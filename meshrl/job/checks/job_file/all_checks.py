@@ -111,7 +111,7 @@ def check_pool(job: JobFile) -> None:
             "pool.workers.most",
             f"pool.workers.most = {most}, but the job needs {floor}: one for each rank of "
             "its core, one for frozen models, and those of an engine without time slicing "
-            '(sglang, rollout.tensor_parallel above 1, or pool.colocate = "never")',
+            '(rollout.tensor_parallel above 1, or pool.colocate = "never")',
             "Raise pool.workers.most, or set it to 0 for no limit",
         )
 

@@ -1,0 +1,101 @@
+"""SGLang engine that computes in time slices, and releases its memory by tag between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshrl.services.engine.sglang import v0_5
+from tests.unit.common.generation.engines_under_test import Listener, built_in, request
+from tests.unit.engine.sglang.test_updates import STATE, Bench, bodies
+
+STEPS_OF_A_SLICE = 3
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+def get_paths(bench: Bench) -> list[str]:
+    return [path for path, _ in bench.server.calls]
+
+
+def run_slices(bench: Bench, between: tuple[str, ...]) -> None:
+    """Run slices until no request is left; release the memory of these tags after each."""
+    engine = bench.engine
+    memories = {"weights": engine.collect_weights(), "kv_cache": engine.collect_cache()}
+    while engine.num_running or engine.num_waiting:
+        bench.server.takes_steps = STEPS_OF_A_SLICE
+        bench.generate(1)
+        engine.end_slice()
+        assert not bench.engine.requests.sent_requests
+        for tag in between:
+            memories[tag].release()
+        for tag in between:
+            memories[tag].reallocate()
+        if "weights" in between:
+            engine.quarantine()
+            engine.wake(STATE, 0)
+        bench.listener.drain()
+        bench.server.takes_steps = math.inf
+
+
+@pytest.mark.parametrize("released", [(), ("kv_cache",), ("kv_cache", "weights")])
+def test_requests_continue_over_slices_with_equal_tokens(
+    bench: Bench, released: tuple[str, ...]
+) -> None:
+    expected = Listener(built_in("eager", seed=1)).run(request(1, max_new=12, temperature=0.0))[1]
+    bench.engine.update_weights(STATE, 0)
+    bench.engine.end_slice()  # as before the first slice
+    bench.engine.submit([request(1, max_new=12, temperature=0.0)])
+    assert v0_5.GENERATE not in get_paths(bench), "sent without a slice"
+    run_slices(bench, released)
+    heard = bench.listener.outputs[1]
+    assert heard.tokens == expected.tokens and set(heard.versions) == {0}
+    paths = [
+        path
+        for path in get_paths(bench)
+        if path in (v0_5.GENERATE, v0_5.PAUSE, v0_5.CONTINUE, v0_5.RELEASE, v0_5.RESUME)
+    ]
+    assert paths.count(v0_5.GENERATE) > 1
+    cycle = [v0_5.PAUSE, *[v0_5.RELEASE] * len(released), *[v0_5.RESUME] * len(released)]
+    first = paths.index(v0_5.GENERATE) + 1
+    assert paths[first : first + len(cycle) + 2] == [*cycle, v0_5.CONTINUE, v0_5.GENERATE]
+
+
+def test_each_tag_is_released_and_restored_once(bench: Bench) -> None:
+    engine = bench.engine
+    engine.end_slice()
+    weights, cache = engine.collect_weights(), engine.collect_cache()
+    for memory in (cache, cache, weights):
+        memory.release()
+    assert bodies(bench, v0_5.RELEASE) == [{"tags": ["kv_cache"]}, {"tags": ["weights"]}]
+    cache.reallocate()
+    cache.reallocate()
+    assert bodies(bench, v0_5.RESUME) == [{"tags": ["kv_cache"]}]
+    engine.sleep()  # releases what is left
+    assert bodies(bench, v0_5.RELEASE)[2:] == [{"tags": ["kv_cache"]}]
+    engine.resume()
+    engine.wake(STATE, 3)
+    assert bodies(bench, v0_5.RESUME)[1:] == [{"tags": ["weights", "kv_cache"]}]
+
+
+def test_empty_engine_has_no_work_for_a_slice_and_a_waiting_one_has(bench: Bench) -> None:
+    bench.engine.end_slice()
+    assert not bench.engine.step() and not bench.engine.num_waiting
+    bench.engine.end_slice()
+    bench.engine.submit([request(1, max_new=4)])
+    assert bench.engine.num_waiting == 1
+    assert bench.engine.step()
+
+
+def test_bytes_by_tag_are_those_that_the_server_reports() -> None:
+    about = {"internal_states": [{"memory_usage": {"weight": 1.5, "kvcache": 2.25}}]}
+    assert v0_5.parse_memory_bytes(about) == {"weights": 3 << 29, "kv_cache": 9 << 28}
+    assert v0_5.parse_memory_bytes({}) == {"weights": 0, "kv_cache": 0}
