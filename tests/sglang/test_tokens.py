@@ -200,6 +200,21 @@ def test_pause_changes_no_token() -> None:
     assert {i: h.tokens for i, h in listener.run().items()} == expected()
 
 
+def test_time_slices_change_no_token() -> None:
+    engine, listener = start_requests()
+    for _ in range(3):
+        engine.end_slice()
+        had = engine.tokens_generated
+        assert not engine.num_running and engine.tokens_generated == had
+        for _ in range(20):
+            engine.step()
+    engine.end_slice()
+    cache = engine.collect_cache()
+    cache.release()
+    cache.reallocate()
+    assert {i: h.tokens for i, h in listener.run().items()} == expected()
+
+
 def test_sleep_and_wake_with_running_requests_lose_no_token() -> None:
     engine, listener = start_requests()
     engine.sleep()
