@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from meshrl.common.api.engine import NO_ADJUSTMENTS, FinishReason, LogitAdjustments
 from meshrl.common.base.errors import MeshError, Refused
 from meshrl.common.base.expert_routing import NO_EXPERTS, concatenate_experts
+from meshrl.common.base.files.releasable_memory import ReleasableMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from meshrl.common.generation.batch.engine_memory import EngineMemory
     from meshrl.common.generation.prefix_loading import PrefixLoad
 
 NO_VERSION = -1  # version of an engine without a complete version
@@ -291,10 +291,10 @@ class TokenEngine(SteppableEngine, Protocol):
     def cache_size_bytes(self) -> int:
         """Bytes of the cache's memory; 0: unknown, or before the first weights."""
 
-    def collect_weights(self) -> EngineMemory:
+    def collect_weights(self) -> ReleasableMemory:
         """Return the memory of the weights; no step may run while it is freed."""
 
-    def collect_cache(self) -> EngineMemory:
+    def collect_cache(self) -> ReleasableMemory:
         """Return the memory of the cache; no step may run while it is freed."""
 
     def forget_cache(self) -> None:
@@ -356,11 +356,11 @@ class WithoutCacheTransfer:
     def end_slice(self) -> None:
         """Do nothing, because only `step` computes."""
 
-    def collect_weights(self) -> EngineMemory:
+    def collect_weights(self) -> ReleasableMemory:
         """Refuse, because the memory cannot be freed by kind."""
         raise Refused("this engine frees its memory only as a whole", where="engine")
 
-    def collect_cache(self) -> EngineMemory:
+    def collect_cache(self) -> ReleasableMemory:
         """Refuse, because the memory cannot be freed by kind."""
         return self.collect_weights()
 

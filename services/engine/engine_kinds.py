@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from meshrl.common.base.files.releasable_memory import ReleasableMemory
 from meshrl.common.generation.engine_contract import TokenEngine
-from meshrl.common.mesh.instances.kind_controller import KindController, KindMemory, TensorsOfKind
+from meshrl.common.mesh.instances.kind_controller import KindController, TensorsOfKind
 from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.rows import TensorKind
@@ -68,7 +69,7 @@ class EngineKinds:
         copy_s = self.controller.measure_copy_s(KV_CACHE, tokens * engine.cache_bytes_per_token)
         return prefers_recomputation(copy_s, tokens, engine.prefill_tokens_per_s)
 
-    async def _rebuild_weights(self, memory: KindMemory) -> None:
+    async def _rebuild_weights(self, memory: ReleasableMemory) -> None:
         """Allocate the memory; the current version is fetched before the next step."""
         await self.controller.reallocate(memory)
         await self._commands.run_between_steps(
@@ -76,7 +77,7 @@ class EngineKinds:
         )
         self._weights.forget_version()
 
-    async def _rebuild_cache(self, memory: KindMemory) -> None:
+    async def _rebuild_cache(self, memory: ReleasableMemory) -> None:
         """Allocate the memory; running requests compute their cache again."""
         await self.controller.reallocate(memory)
         await self._commands.run_between_steps(

@@ -20,10 +20,11 @@ from meshrl.common.api.scoring import (
     Verdicts,
 )
 from meshrl.common.base.errors import MeshError, Refused
-from meshrl.common.generation.batch.engine_memory import CombinedMemory
+from meshrl.common.base.files.releasable_memory import ReleasableMemory
 from meshrl.common.generation.builtin.engine import BuiltinEngine
+from meshrl.common.generation.engine_memory import CombinedMemory
 from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
-from meshrl.common.mesh.instances.kind_controller import KindController, KindMemory, TensorsOfKind
+from meshrl.common.mesh.instances.kind_controller import KindController, TensorsOfKind
 from meshrl.common.mesh.instances.tiers import StatelessSleeper, TierController
 from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.runtime.calls.actor import call
@@ -189,12 +190,12 @@ class FrozenModels(StatelessSleeper, KindCallsMixin):
                 "the process is shutting down", where=self.mesh.name, fix="Call its successor"
             )
 
-    def _collect_weights(self) -> KindMemory:
+    def _collect_weights(self) -> ReleasableMemory:
         return CombinedMemory(
             {role: model.engine.collect_weights() for role, model in self._models.items()}
         )
 
-    async def _load_again(self, memory: KindMemory) -> None:
+    async def _load_again(self, memory: ReleasableMemory) -> None:
         """Load the models from their source; the engines of the freed memory are not used again."""
         self.set_models(await self._load_models())
 

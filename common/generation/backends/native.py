@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meshrl.common.generation.batch.adapter_deltas import ADAPTER_TARGETS, AdapterDeltas
-from meshrl.common.generation.batch.engine_memory import MappedMemory
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.batch.step_compute import SlotIndices, out_of_memory_error
 from meshrl.common.generation.engine_contract import IntArray
+from meshrl.common.generation.engine_memory import MappedMemory
 from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS, count_blocks
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.rope import build_rope_table

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.common.base.errors import MeshError
+from meshrl.common.base.files.releasable_memory import ReleasableMemory
 from meshrl.common.generation.batch.adapter_deltas import AdapterDeltas
-from meshrl.common.generation.batch.engine_memory import EngineMemory
 from meshrl.common.generation.engine_contract import IntArray
 
 SlotIndices = NDArray[np.int64]  # slot numbers; those that decode are ascending
@@ -80,7 +80,7 @@ class StepCompute(Protocol):
     def reallocate_cache(self) -> None:
         """Allocate the cache again, with undefined content; raise MemoryError without enough."""
 
-    def collect_weights(self) -> EngineMemory:
+    def collect_weights(self) -> ReleasableMemory:
         """Return the memory of the weights."""
 
     def sleep(self) -> None:

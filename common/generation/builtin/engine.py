@@ -17,9 +17,9 @@ from torch import Tensor
 from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.clock import Clock, SystemClock
 from meshrl.common.base.errors import ConfigError, CorruptData, Refused
+from meshrl.common.base.files.releasable_memory import ReleasableMemory
 from meshrl.common.generation.batch.adapter_deltas import build_adapter_deltas
 from meshrl.common.generation.batch.cache_size import CachePlan
-from meshrl.common.generation.batch.engine_memory import CacheMemory, EngineMemory
 from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
 from meshrl.common.generation.batch.step_compute import StepCompute
@@ -43,6 +43,7 @@ from meshrl.common.generation.engine_contract import (
     quarantine_on_error,
     sequence_too_long_error,
 )
+from meshrl.common.generation.engine_memory import CacheMemory
 from meshrl.common.generation.prefix_loading import PrefixStore
 from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS
 from meshrl.common.model.architecture.config import ModelConfig
@@ -415,11 +416,11 @@ class BuiltinEngine:
     def end_slice(self) -> None:
         """Do nothing, because only `step` computes."""
 
-    def collect_weights(self) -> EngineMemory:
+    def collect_weights(self) -> ReleasableMemory:
         """Return the memory of the weights; no step may run while it is freed."""
         return self._compute.collect_weights()
 
-    def collect_cache(self) -> EngineMemory:
+    def collect_cache(self) -> ReleasableMemory:
         """Return the memory of the cache, with the blocks in use; no step may run while it is
         freed.
         """

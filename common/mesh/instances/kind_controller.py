@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from meshrl.common.api.calls.role import KindState, KindStates, MoveKinds
 from meshrl.common.base.errors import CorruptData, Fenced, Refused, StorageFull
@@ -21,9 +21,9 @@ from meshrl.common.base.files.offloaded_tensors import (
     PIECE_BYTES,
     Cancellation,
     Octets,
-    OffloadSource,
     OffloadTarget,
 )
+from meshrl.common.base.files.releasable_memory import ReleasableMemory
 from meshrl.common.mesh.instances.offload_storage import OffloadStorage
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.serial_executor import consume_exception
@@ -37,31 +37,14 @@ COPIES = "copies"  # key in the metadata of a record: names of the copies by kin
 RunBlocking = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-class KindMemory(OffloadSource, OffloadTarget, Protocol):
-    """Accelerator memory of a kind's tensors."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes on the accelerator, with tensors that are derived from copied ones."""
-
-    def release(self) -> None:
-        """Free the memory under the tensors."""
-
-    def reallocate(self) -> None:
-        """Allocate the memory again, with undefined content; on MemoryError none is allocated."""
-
-    def refresh(self) -> None:
-        """Complete the content, once all bytes have been written."""
-
-
 @dataclass(frozen=True)
 class TensorsOfKind:
     """Source of a kind's tensors in the process that computes with them."""
 
-    collect: Callable[[], KindMemory]  # blocks; not called while the memory is freed
+    collect: Callable[[], ReleasableMemory]  # blocks; not called while the memory is freed
     measure_bytes: Callable[[], int]  # bytes on the accelerator when they are there; any thread
     # Allocates the memory and restores the content without a copy; None: it needs a copy.
-    rebuild: Callable[[KindMemory], Awaitable[None]] | None = None
+    rebuild: Callable[[ReleasableMemory], Awaitable[None]] | None = None
     # returns True if an order to offload it must drop it, because that is cheaper
     prefers_drop: Callable[[], bool] = lambda: False
 
@@ -71,7 +54,7 @@ class _Kind:
     name: str
     tensors: TensorsOfKind
     storage: OffloadStorage
-    memory: KindMemory | None = None  # freed memory; None: the tensors are on the accelerator
+    memory: ReleasableMemory | None = None  # freed memory; None: the tensors are on the accelerator
     # tiers of copies that equal the tensors; other copies are outdated
     equal_tiers: set[Tier] = field(default_factory=set)
     copy_id: str = ""  # of the equal copies
@@ -391,13 +374,13 @@ class KindController:
 
     async def _write_back(
         self, kind: _Kind, tier: Tier, cancellation: Cancellation
-    ) -> KindMemory | None:
+    ) -> ReleasableMemory | None:
         """Ensure an equal copy at a tier; return the memory that `release` may free, or None."""
         if kind.memory is not None:
             if kind.equal_tiers and tier not in kind.equal_tiers:
                 await self._move_copy(kind, tier, cancellation)
             return None
-        memory: KindMemory = await self.run(kind.tensors.collect)
+        memory: ReleasableMemory = await self.run(kind.tensors.collect)
         if not memory.total_bytes:
             return None
         if tier not in kind.equal_tiers:
@@ -424,7 +407,12 @@ class KindController:
             kind.equal_tiers &= {tier}
 
     async def _save(
-        self, kind: _Kind, tier: Tier, copy_id: str, memory: KindMemory, cancellation: Cancellation
+        self,
+        kind: _Kind,
+        tier: Tier,
+        copy_id: str,
+        memory: ReleasableMemory,
+        cancellation: Cancellation,
     ) -> None:
         """Save a copy; one that is outdated stays meanwhile, if there is room for both."""
         save = partial(kind.storage.save, tier, {COPY_ID: copy_id}, memory, cancellation)
@@ -447,7 +435,7 @@ class KindController:
                 await kind.storage.drop(tier)
 
     async def _drop(self, kind: _Kind) -> None:
-        memory: KindMemory = kind.memory or await self.run(kind.tensors.collect)
+        memory: ReleasableMemory = kind.memory or await self.run(kind.tensors.collect)
         if not memory.total_bytes:
             return
         if kind.tensors.rebuild is None:
@@ -481,7 +469,7 @@ class KindController:
             raise
         kind.memory = None
 
-    async def reallocate(self, memory: KindMemory) -> None:
+    async def reallocate(self, memory: ReleasableMemory) -> None:
         """Allocate the memory of a kind again, without content; Refused without enough memory."""
         try:
             await self.run(memory.reallocate)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.common.base.errors import CorruptData, MeshError, Refused
-from meshrl.common.generation.batch.engine_memory import EngineMemory
+from meshrl.common.base.files.releasable_memory import ReleasableMemory
 from meshrl.common.generation.builtin.loaded_weights import check_shapes, get_tensor_shapes
 from meshrl.common.generation.engine_contract import (
     NO_VERSION,
@@ -228,13 +228,13 @@ class SGLangEngine(WithoutCacheTransfer):
             pause_s = self.requests.clock.monotonic() - began_s
             self.min_slice_s = max(MIN_SLICE_S, pause_s / MAX_PAUSE_SHARE)
 
-    def collect_weights(self) -> EngineMemory:
+    def collect_weights(self) -> ReleasableMemory:
         return self._collect_memory("weights")
 
-    def collect_cache(self) -> EngineMemory:
+    def collect_cache(self) -> ReleasableMemory:
         return self._collect_memory("kv_cache")
 
-    def _collect_memory(self, tag: str) -> EngineMemory:
+    def _collect_memory(self, tag: str) -> ReleasableMemory:
         if self._server_info.restarts_for_sleep:
             raise Refused(
                 "this SGLang server releases memory only by ending its process", where="engine"

@@ -23,10 +23,11 @@ from meshrl.common.api.calls.role import RoleControl, SetTier, TierUsage
 from meshrl.common.api.stats import HybridStats
 from meshrl.common.api.trainer import BlockResult, LeaveRequest, RoundLease, RoundRequest, Trainer
 from meshrl.common.base.errors import CorruptData, Fenced, MeshError, NotFound
+from meshrl.common.base.files.releasable_memory import ReleasableMemory
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.emulation import parse_training_speed
 from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
-from meshrl.common.mesh.instances.kind_controller import KindController, KindMemory
+from meshrl.common.mesh.instances.kind_controller import KindController
 from meshrl.common.mesh.instances.tiers import StatelessSleeper, TierController
 from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.runtime.calls.actor import call
@@ -163,7 +164,7 @@ class Hybrid(StatelessSleeper, KindCallsMixin):
         total = block.gradients.total if block is not None else None
         return {} if total is None else {"sum": total}
 
-    async def _rebuild_parameters(self, memory: KindMemory) -> None:
+    async def _rebuild_parameters(self, memory: ReleasableMemory) -> None:
         """Allocate the memory; the weights are fetched before the next round."""
         await self.kinds.reallocate(memory)
         self._manifest = ""

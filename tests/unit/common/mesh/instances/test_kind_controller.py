@@ -14,11 +14,11 @@ from meshrl.common.api.calls.role import KindState, MoveKinds
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import CorruptData, Fenced, Refused
 from meshrl.common.base.files.offloaded_tensors import CHUNK_BYTES, PIECE_BYTES, Octets
+from meshrl.common.base.files.releasable_memory import ReleasableMemory
 from meshrl.common.base.host.settings import make_offload_path
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.instances.kind_controller import (
     KindController,
-    KindMemory,
     TensorsOfKind,
 )
 from meshrl.common.mesh.process.host import SystemHost
@@ -89,7 +89,7 @@ class Process:
         )
         self.orders = 0
 
-    async def _rebuild(self, memory: KindMemory) -> None:
+    async def _rebuild(self, memory: ReleasableMemory) -> None:
         await self.kinds.reallocate(memory)
         for name, tensor in self.tensors["kv_cache"].items():
             tensor.copy_(self.expected["kv_cache"][name])

@@ -11,35 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.common.base.files.offloaded_tensors import Octets
+from meshrl.common.base.files.releasable_memory import ReleasableMemory
 
 MADV_DONTNEED = 4  # advice of `madvise`, from mman.h: the pages are zero at their next use
-
-
-class EngineMemory(Protocol):
-    """Memory of one kind: named byte ranges that a copy must contain."""
-
-    @property
-    def sizes_bytes(self) -> Mapping[str, int]:
-        """Size of each range in bytes."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that `release` frees."""
-
-    def read_into(self, name: str, start: int, out: Octets) -> None:
-        """Copy bytes of a range from `start`."""
-
-    def write(self, name: str, start: int, piece: Octets) -> None:
-        """Write bytes of a range, in order."""
-
-    def release(self) -> None:
-        """Free the memory."""
-
-    def reallocate(self) -> None:
-        """Allocate the memory again, with undefined content; raise MemoryError without enough."""
-
-    def refresh(self) -> None:
-        """Complete the content, once all bytes have been written."""
 
 
 class MappedMemory:
@@ -167,7 +141,7 @@ class CacheMemory:
 class CombinedMemory:
     """Memory of several engines."""
 
-    def __init__(self, parts: Mapping[str, EngineMemory]) -> None:
+    def __init__(self, parts: Mapping[str, ReleasableMemory]) -> None:
         self._parts = {
             f"{engine} {name}": (part, name)
             for engine, part in parts.items()
