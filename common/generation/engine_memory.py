@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.common.base.files.offloaded_tensors import Octets
+from meshrl.common.base.files.offloaded_tensors import PIECE_BYTES, Octets
 from meshrl.common.base.files.releasable_memory import ReleasableMemory
 
 MADV_DONTNEED = 4  # advice of `madvise`, from mman.h: the pages are zero at their next use
@@ -18,6 +18,8 @@ MADV_DONTNEED = 4  # advice of `madvise`, from mman.h: the pages are zero at the
 
 class MappedMemory:
     """Memory of native code at fixed addresses, whose pages return to the host."""
+
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, regions: Mapping[str, tuple[int, int]]) -> None:
         """Create a view of regions, each an address and its bytes, which stay mapped."""
@@ -80,6 +82,8 @@ class CacheMemory:
     Several threads may copy different bytes.
     """
 
+    piece_bytes = PIECE_BYTES
+
     def __init__(
         self,
         store: BlockStore,
@@ -140,6 +144,8 @@ class CacheMemory:
 
 class CombinedMemory:
     """Memory of several engines."""
+
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, parts: Mapping[str, ReleasableMemory]) -> None:
         self._parts = {

@@ -6,7 +6,7 @@ import asyncio
 from typing import Protocol
 
 from meshrl.common.base.errors import Refused, StillStarting
-from meshrl.common.base.files.offloaded_tensors import Octets
+from meshrl.common.base.files.offloaded_tensors import PIECE_BYTES, Octets
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.http_client import HttpClient, PendingResult
 
@@ -88,6 +88,8 @@ class TagControl(Protocol):
 
 class TagMemory:
     """Memory of one tag of a server, whose content is lost when it is released."""
+
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, control: TagControl, tag: str, size_bytes: int) -> None:
         self._control, self._tag = control, tag
