@@ -169,6 +169,16 @@ async def test_tier_that_rejects_a_copy_is_avoided(world: World) -> None:
 
 
 @in_world(BUDGET)
+async def test_instances_take_turns_while_redis_is_away(world: World) -> None:
+    a, b = await world.start("a"), await world.start_offloaded("b")
+    await world.take_slice("b")
+    world.redis.faults.is_unreachable = True
+    for instance in "abab":
+        await world.take_slice(instance)
+    assert (a.steps, b.steps) == (2, 3)
+
+
+@in_world(BUDGET)
 async def test_kinds_of_computing_instances_never_move(world: World) -> None:
     a = await world.start("a")
     await world.start_offloaded("b")

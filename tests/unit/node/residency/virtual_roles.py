@@ -29,10 +29,12 @@ from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.rows import Tier, TierBytes
+from meshrl.common.state.redis.client import StateClient
 from meshrl.services.node.instances.budgets import Budgets
 from meshrl.services.node.instances.gpu_memory import GpuMemoryGuard
 from meshrl.services.node.residency.residency_manager import ResidencyManager
-from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.redis.server import SimulatedRedisServer
+from meshrl.sim.redis.simulated_state import open_state_on
 from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.simulated_host import SimulatedHost
@@ -257,7 +259,8 @@ class World:
 
     def __init__(self, clock: VirtualClock, random: Random, budgets: TierBytes) -> None:
         self.clock, self.random = clock, random
-        self.state = open_simulated_state(clock)
+        self.redis = SimulatedRedisServer(clock)
+        self.state = open_state_on(self.redis, StateClient, clock)
         self.network = MemoryNetwork(clock, random.child("network"))
         self.tiers = Tiers(budgets)
         self.processes: dict[str, Process] = {}  # by instance
