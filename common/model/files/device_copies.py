@@ -50,14 +50,15 @@ class CudaDriver:
 
     def create_stream(self, like: Tensor) -> torch.cuda.Stream:
         """Create a stream."""
-        return torch.cuda.Stream(like.device)
+        return torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
 
     def copy(self, target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Begin a copy after the work of the device's default stream."""
         stream.wait_stream(torch.cuda.default_stream(stream.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            return stream.record_event()
+            event: torch.cuda.Event = stream.record_event()
+            return event
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Wait until the copy is complete."""

@@ -126,13 +126,12 @@ def build_lanes(notes: Iterable[SliceNote]) -> list[GangLane]:
         wait_s, switch_s, slice_s = (float(ms) / 1000 for ms in note["parts"][1::2])
         chosen_s = float(note["at"]) + wait_s
         granted_s = chosen_s + switch_s
-        gang, about = str(note["gang"]), [str(note[key]) for key in ("instance", "role")]
-        function = str(note["function"])
+        gang = str(note["gang"])
+        about = "", str(note["instance"]), str(note["role"]), str(note["function"])
         moved = int(note.get("loaded_bytes", 0)), int(note.get("hidden_bytes", 0))
         if switch_s >= MIN_SPAN_S or any(moved):
-            span = LaneSpan(SWITCH, chosen_s, granted_s, "", *about, function, *moved)
-            own[gang].append(span)
-        own[gang].append(LaneSpan(SLICE, granted_s, granted_s + slice_s, "", *about, function))
+            own[gang].append(LaneSpan(SWITCH, chosen_s, granted_s, *about, *moved))
+        own[gang].append(LaneSpan(SLICE, granted_s, granted_s + slice_s, *about))
         if float(note.get("other_jobs_s", 0.0)) >= MIN_SPAN_S:
             waits[gang].append((float(note["at"]), chosen_s))
     return [

@@ -114,8 +114,9 @@ class JobUsage:
                 self.slices[entry.incarnation] = counts
 
     def sum_slices(self) -> dict[str, Any]:
-        """Return accelerator-seconds of time slices by function, of waits and of switches, and the
-        hidden share of loaded bytes; empty without time slices.
+        """Return accelerator-seconds of time slices by function, of waits and of switches.
+
+        The result has the hidden share of loaded bytes too. It is empty without time slices.
         """
         sums: dict[str, float] = {}
         for counts in self.slices.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ def place(
     instance: str, kind: str, size: int, where: str = "accelerator", **rest: bool
 ) -> KindPlace:
     """Return a kind on one tier, or on several: `accelerator memory`."""
-    tiers = {f"{tier}_bytes": size for tier in where.split()}
+    tiers: dict[str, Any] = {f"{tier}_bytes": size for tier in where.split()}
     return KindPlace(instance, kind, size, **tiers, **rest)
 
 
@@ -51,8 +52,13 @@ def execute(places: dict[Key, KindPlace], move: PlannedMove) -> None:
         assert at.can_drop
         places[key] = replace(at, accelerator_bytes=0)
     elif at.is_dirty or not (at.memory_bytes or at.disk_bytes):
-        copy = {f"{tier}_bytes": at.size_bytes * (tier == move.tier) for tier in ("memory", "disk")}
-        places[key] = replace(at, accelerator_bytes=gone, is_dirty=False, **copy)
+        places[key] = replace(
+            at,
+            accelerator_bytes=gone,
+            is_dirty=False,
+            memory_bytes=at.size_bytes * (move.tier == Tier.MEMORY),
+            disk_bytes=at.size_bytes * (move.tier == Tier.DISK),
+        )
     else:
         assert not move.copied_bytes
         places[key] = replace(at, accelerator_bytes=gone)

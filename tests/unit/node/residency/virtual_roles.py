@@ -163,9 +163,11 @@ class KindRole(Actor):
                 KindState(
                     kind,
                     size,
-                    *(sizes[tier].get(kind, 0) for tier in sizes),
-                    kind in self.dirty,
-                    False,
+                    accelerator_bytes=sizes[Tier.ACCELERATOR].get(kind, 0),
+                    memory_bytes=sizes[Tier.MEMORY].get(kind, 0),
+                    disk_bytes=sizes[Tier.DISK].get(kind, 0),
+                    is_dirty=kind in self.dirty,
+                    can_drop=False,
                 )
                 for kind, size in self.sizes.items()
             ]
