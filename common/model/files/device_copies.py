@@ -42,11 +42,11 @@ class CudaDriver:
 
     def pin(self, address: int, size_bytes: int) -> None:
         """Register the memory."""
-        torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
+        torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)  # type: ignore[no-untyped-call]
 
     def unpin(self, address: int) -> None:
         """Unregister the memory."""
-        torch.cuda.cudart().cudaHostUnregister(address)
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def create_stream(self, like: Tensor) -> torch.cuda.Stream:
         """Create a stream."""
