@@ -4,7 +4,7 @@ Usage:
 
     python -m loadtests.sharing policies
     python -m loadtests.sharing colocate [--seeds 3]
-    python -m loadtests.sharing gang [--steps 12] [--budgets 1.6,1.2,2.0]
+    python -m loadtests.sharing gang [--steps 8] [--budgets 1.6,1.2,2.0]
 
 - `policies`: the policies of time slices under virtual time, on `--cases` small random cases
   against every order (`*_over_oracle`: median ratio of the mean response time; `_p95`), and on
@@ -58,10 +58,10 @@ def main() -> None:
         seed=0,
         seeds=(3, "of each job that chooses a mode"),
         colocation_steps=(STEPS, "of each job that chooses a mode"),
-        steps=(12, "of each job of a gang"),
+        steps=(8, "of each job of a gang"),
         budgets=("1.6,1.2,2.0", "of an accelerator, in cores"),
         rollout_pace="100/8/100000",
-        training_pace="400/300",
+        training_pace="200/600",
     )
     parser.add_argument("parts", nargs="*", help="parts to run; all without any")
     parts = {"policies": run_policies, "colocate": run_colocation, "gang": run_gang}

@@ -18,6 +18,9 @@ from loadtests.measuring.entry import print_progress
 from meshrl.client.client import JobHandle
 from meshrl.common.api.node import SliceRecord
 from meshrl.common.base.errors import MeshError
+from meshrl.common.job.memory.process_memory import CONTEXT_BYTES
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.demand.role_memory import derive_role_memory
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.directory.directory_paths import MeshPaths
@@ -30,10 +33,10 @@ SEPARATE_WORKERS, SHARED_WORKERS = 4, 3  # of two jobs: an engine and a core eac
 POLL_S = 1.0
 PLACED_S = 120.0  # until both cores share a gang
 SETTINGS: dict[str, Any] = {
-    "model.config.hidden_size": 256,
-    "model.config.intermediate_size": 768,
+    "model.config.hidden_size": 512,
+    "model.config.intermediate_size": 1536,
     "model.config.num_hidden_layers": 5,
-    "model.config.num_attention_heads": 8,
+    "model.config.num_attention_heads": 16,
     "model.config.num_key_value_heads": 2,
     "model.config.head_dim": 32,
     "rollout.slots": 8,
@@ -76,7 +79,8 @@ class GangRun:
     training_s: dict[str, float] = field(default_factory=dict)  # first to last step, by job
     span_s: float = 0.0  # from the first step of any job to the last
     slices: list[SliceRecord] = field(default_factory=list)
-    instance_bytes: int = 0  # largest accelerator bytes of a worker's instances
+    state_bytes: int = 0  # of a core's parameters and moments on its worker
+    needed_bytes: int = 0  # of a core, with its gradients and what it computes
     honest: dict[str, Any] = field(default_factory=dict)
 
 
@@ -94,6 +98,9 @@ async def run_gang(plan: GangPlan, names: Sequence[str], workers: int, shared: b
                     if shared:
                         print_progress(await _place(mesh, name, names[0]))
                 summaries = list(await asyncio.gather(*map(mesh.finished, handles)))
+            row = await jobs.read_job(mesh.state, names[0])
+            memory = derive_role_memory(row.document, "cuda")
+            found.needed_bytes = memory.core - CONTEXT_BYTES["cuda"]
             _read_steps(mesh, names, found)
         found.honest = {**mesh.watched.honest(), **accounts(summaries)}
     return found
@@ -143,10 +150,8 @@ async def _record_slices(mesh: RunningMesh, found: GangRun) -> AsyncIterator[Non
                             )
                         for instance in gang.instances:
                             for report in instance.reports.values():
-                                found.instance_bytes = max(
-                                    found.instance_bytes,
-                                    report.usage.accelerator * int(instance.core),
-                                )
+                                size_bytes = report.usage.accelerator * int(instance.core)
+                                found.state_bytes = max(found.state_bytes, size_bytes)
                     since_s = now - 2 * POLL_S
                 await asyncio.sleep(POLL_S)
 
@@ -232,15 +237,17 @@ def measure_shared_gang(
 ) -> dict[str, Any]:
     """Run each job alone, both on separate gangs, and both on one gang at each budget.
 
-    A budget of 1.6 holds the tensors of the core's kinds 1.6 times. The first one is compared with
-    the other arms; figures of the others end with their budget.
+    A budget of 1.6 holds the tensors of a core 1.6 times, beside what one core computes. Figures of
+    all but the first end with their budget in percent.
     """
     alone = {name: asyncio.run(run_gang(plan, [name], 2, False)) for name in NAMES}
     separate = asyncio.run(run_gang(plan, NAMES, SEPARATE_WORKERS, False))
-    instance_bytes = max(run.instance_bytes for run in alone.values())
+    # Gradients are as large as the parameters, and so is the one moment.
+    instance_bytes = round(1.5 * max(run.state_bytes for run in alone.values()))
+    working_bytes = max(run.needed_bytes for run in alone.values()) - instance_bytes
     figures: dict[str, Any] = {"instance_bytes": instance_bytes}
     for budget in budgets:
-        with declared_budget(environ, round(budget * instance_bytes)):
+        with declared_budget(environ, round(budget * instance_bytes + working_bytes)):
             shared = asyncio.run(run_gang(plan, NAMES, SHARED_WORKERS, True))
         found = compare_runs(alone, separate, shared)
         found |= describe_switches(shared.slices, shared.span_s)
