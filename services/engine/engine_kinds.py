@@ -46,7 +46,9 @@ class EngineKinds:
         self.controller = KindController(
             mesh,
             {PARAMETERS: parameters, KV_CACHE: cache},
-            partial(commands.run_between_steps, what="a move of the engine's tensors"),
+            partial(
+                commands.run_between_steps, what="a move of the engine's tensors", is_first=True
+            ),
             *mesh.settings.offload_targets,
             is_time_sliced=lambda: time_slices is not None and time_slices.is_enabled,
         )
@@ -73,7 +75,7 @@ class EngineKinds:
         """Allocate the memory; the current version is fetched before the next step."""
         await self.controller.reallocate(memory)
         await self._commands.run_between_steps(
-            self._engine.quarantine, "the loss of the engine's weights"
+            self._engine.quarantine, "the loss of the engine's weights", is_first=True
         )
         self._weights.forget_version()
 
@@ -81,5 +83,5 @@ class EngineKinds:
         """Allocate the memory; running requests compute their cache again."""
         await self.controller.reallocate(memory)
         await self._commands.run_between_steps(
-            self._engine.forget_cache, "the loss of the engine's cache"
+            self._engine.forget_cache, "the loss of the engine's cache", is_first=True
         )

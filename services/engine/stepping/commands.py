@@ -39,9 +39,17 @@ class StepCommands:
     def needs_slice(self) -> bool:
         return any(needs_turn for _, needs_turn in self._queue)
 
-    def enqueue(self, action: Callable[[], None], needs_slice: bool = False) -> None:
-        """Queue `action` for the next step; `needs_slice` if it computes or moves tensors."""
-        self._queue.append((action, needs_slice))
+    def enqueue(
+        self, action: Callable[[], None], needs_slice: bool = False, *, is_first: bool = False
+    ) -> None:
+        """Queue `action` for the next step; `needs_slice` if it computes with the tensors.
+
+        `is_first`: before all others, because a time slice that they need waits for it.
+        """
+        if is_first:
+            self._queue.appendleft((action, needs_slice))
+        else:
+            self._queue.append((action, needs_slice))
         self.wake_event.set()
 
     def wait(self, timeout_s: float) -> None:
@@ -67,6 +75,7 @@ class StepCommands:
         deadline_s: float = BETWEEN_STEPS_TIMEOUT_S,
         *,
         needs_slice: bool = False,
+        is_first: bool = False,
     ) -> R:
         """Run `action` between two steps and return its result, or raise its error here.
 
@@ -85,7 +94,7 @@ class StepCommands:
             else:
                 self.call_on_loop(partial(_resolve, done, answer))
 
-        self.enqueue(run, needs_slice)
+        self.enqueue(run, needs_slice, is_first=is_first)
         async with self._clock.timeout(deadline_s, what):
             return await done
 

@@ -19,6 +19,7 @@ from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.engine.engine_kinds import SLICE_KINDS
 from meshrl.services.engine.kv.cache_retention import prefers_recomputation
 from meshrl.services.engine.service import EngineService
+from tests.load import scaled
 from tests.meshes import alone
 from tests.unit.common.generation.engines_under_test import (
     CollectedOutput,
@@ -57,16 +58,16 @@ class Bench:
         async with self.service.kinds.use_kinds(*SLICE_KINDS["generate"]):
             return self.engine.step()
 
-    async def run_commands(self) -> None:
+    async def run_commands(self, in_slice: bool = True) -> None:
         while True:
-            self.service.run_commands(in_slice=True)
+            self.service.run_commands(in_slice)
             await asyncio.sleep(0.0005)
 
 
 @asynccontextmanager
-async def open_bench(path: str, directory: Path) -> AsyncIterator[Bench]:
+async def open_bench(path: str, directory: Path, in_slice: bool = True) -> AsyncIterator[Bench]:
     bench = Bench(built_in(path), directory)
-    running = asyncio.create_task(bench.run_commands())
+    running = asyncio.create_task(bench.run_commands(in_slice))
     try:
         yield bench
     finally:
@@ -127,6 +128,16 @@ async def test_dropped_weights_are_fetched_before_the_next_step(path: str, tmp_p
             listener.drain()
     for number in (one.id for one in REQUESTS[0]):
         assert listener.outputs[number].tokens == expected[number].tokens
+
+
+async def test_tensors_move_before_a_command_that_waits_for_a_slice(tmp_path: Path) -> None:
+    async with open_bench("eager", tmp_path, in_slice=False) as bench:
+        bench.service.commands.enqueue(lambda: None, needs_slice=True)
+        async with bench.service.mesh.clock.timeout(scaled(20.0), "the moves"):
+            await bench.order("offload", *BOTH)
+            found = await bench.order("load", *BOTH)
+        assert found["parameters"].accelerator_bytes == found["parameters"].size_bytes
+        assert bench.service.commands.needs_slice
 
 
 @pytest.mark.parametrize(
