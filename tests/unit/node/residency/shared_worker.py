@@ -146,9 +146,7 @@ class SharedWorker:
         )
 
 
-def run_worker(
-    story: Callable[[W], Awaitable[None]], budgets: TierBytes, kind: type[W] = SharedWorker
-) -> None:
+def run_worker(story: Callable[[W], Awaitable[None]], budgets: TierBytes, kind: type[W]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         with tempfile.TemporaryDirectory() as root:
             shared = kind(clock, random, Path(root), budgets)

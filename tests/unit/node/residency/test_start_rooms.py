@@ -23,7 +23,7 @@ def test_process_starts_when_others_have_left_its_room_and_all_compute() -> None
         assert shared.tiers.most[Tier.ACCELERATOR] <= 160
         assert shared.process(B).restarts == 0
 
-    run_worker(story, TierBytes(160))
+    run_worker(story, TierBytes(160), SharedWorker)
 
 
 def test_process_that_fits_starts_without_a_time_slice() -> None:
@@ -36,7 +36,7 @@ def test_process_that_fits_starts_without_a_time_slice() -> None:
         assert slices <= shared.roles[A.id].steps + shared.roles[B.id].steps + 2
         assert not any(one.startswith("offload") for one in shared.roles[A.id].calls)
 
-    run_worker(story, TierBytes(200))
+    run_worker(story, TierBytes(200), SharedWorker)
 
 
 def test_killed_process_gets_its_room_back_before_it_restarts() -> None:
@@ -49,7 +49,7 @@ def test_killed_process_gets_its_room_back_before_it_restarts() -> None:
         await shared.until_steps(B, 3, 120.0)
         assert shared.tiers.most[Tier.ACCELERATOR] <= 160
 
-    run_worker(story, TierBytes(160))
+    run_worker(story, TierBytes(160), SharedWorker)
 
 
 def test_process_sleeps_and_wakes_beside_another() -> None:
@@ -67,7 +67,7 @@ def test_process_sleeps_and_wakes_beside_another() -> None:
         await shared.until_steps(A, shared.roles[A.id].steps + 3)
         assert shared.tiers.most[Tier.ACCELERATOR] <= 160
 
-    run_worker(story, TierBytes(160))
+    run_worker(story, TierBytes(160), SharedWorker)
 
 
 def test_process_that_never_fits_is_reported_with_the_figures() -> None:
@@ -77,7 +77,7 @@ def test_process_that_never_fits_is_reported_with_the_figures() -> None:
         await shared.until("refused", lambda: process.phase == InstancePhase.FAILED, 10.0)
         assert "needs 100 bytes of the accelerator, of whose 90 bytes" in process.detail
 
-    run_worker(story, TierBytes(90))
+    run_worker(story, TierBytes(90), SharedWorker)
 
 
 def test_rank_that_starts_alone_acquires_a_time_slice_of_its_own() -> None:
@@ -96,4 +96,4 @@ def test_rank_that_starts_alone_acquires_a_time_slice_of_its_own() -> None:
         # it may take the room again from a process that does not use it
         await shared.until_steps(A, shared.roles[A.id].steps + 1, START_ROOM_TIMEOUT_S + 10)
 
-    run_worker(story, TierBytes(160))
+    run_worker(story, TierBytes(160), SharedWorker)
