@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -50,11 +53,12 @@ class GatedStorages(TensorStorages):
 class Process:
     """Process with the kinds `parameters` and `kv_cache`, of which the latter can be rebuilt."""
 
-    def __init__(self, directory: Path, numbers: int = 64) -> None:
+    def __init__(self, directory: Path, numbers: int = 64, seed: int = 0) -> None:
         """Create the process; each of its tensors has `numbers` numbers."""
         self.directory = directory
+        generator = torch.Generator().manual_seed(seed)
         self.tensors = {
-            kind: {f"{kind}.{i}": torch.randn(numbers) for i in range(PIECES)}
+            kind: {f"{kind}.{i}": torch.randn(numbers, generator=generator) for i in range(PIECES)}
             for kind in ("parameters", "kv_cache")
         }
         self.expected = {
@@ -201,6 +205,30 @@ async def test_cancelled_move_leaves_each_kind_whole(
     process.close_gate(-1)
     await process.order("load", "parameters", "kv_cache")
     process.assert_equal_bits()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("piece", [0, PIECES - 1, PIECES])
+def test_successor_of_a_killed_process_finds_the_saved_state_or_refuses(
+    piece: int, tmp_path: Path
+) -> None:
+    program = [sys.executable, "-m", "tests.unit.common.mesh.instances.killed_mover"]
+    ended = subprocess.run([*program, str(tmp_path), str(piece)], check=False, timeout=scaled(60.0))
+    assert ended.returncode == -signal.SIGKILL
+
+    async def resume() -> None:
+        saved, successor = Process(tmp_path, seed=1), Process(tmp_path, seed=2)
+        found = await successor.kinds.find_record()
+        assert found is not None and found[1]["version"] == 1
+        if piece < PIECES:  # its parameters were not replaced yet
+            await successor.kinds.resume(found[1])
+            for name, tensor in successor.tensors["parameters"].items():
+                assert torch.equal(tensor, saved.expected["parameters"][name])
+        else:
+            with pytest.raises(Refused, match="no copy of the saved parameters"):
+                await successor.kinds.resume(found[1])
+
+    asyncio.run(resume())
 
 
 async def test_torn_copy_is_rebuilt_or_reported_as_lost(tmp_path: Path) -> None:
