@@ -15,6 +15,7 @@ from typing import Any
 
 from loadtests.measuring.entry import print_progress
 from loadtests.regret.drawn import sampled_tokens, trained_tokens
+from loadtests.regret.figures import quantile
 from loadtests.simulator.__main__ import spec_of
 from meshrl.common.job.emulation import parse_engine_speed
 from meshrl.common.state.pool.demand.requirements import JobRequirements
@@ -61,8 +62,8 @@ def measure_colocation(seeds: int, steps: int = STEPS) -> dict[str, Any]:
     regrets = sorted(max(0.0, one.regret) for one in results)
     figures: dict[str, Any] = {
         "colocate_cases": len(results),
-        "auto_regret_p90": round(regrets[min(len(regrets) - 1, int(0.9 * len(regrets)))], 4),
-        "auto_regret_median": round(median(regrets), 4),
+        "auto_regret_p90": quantile(regrets, 0.9),
+        "auto_regret_median": quantile(regrets, 0.5),
         "auto_regret_max": round(regrets[-1], 4),
     }
     for accelerators, ratio in product(ACCELERATORS[1:], RATIOS):

@@ -88,6 +88,27 @@ def test_two_jobs_share_a_cluster() -> None:
     assert all(job.training.is_finished for job in cluster.jobs.values())
 
 
+def test_engine_that_shares_the_cores_worker_pauses_for_its_slices() -> None:
+    """Two workers without staleness: a second engine on the core's worker shortens the rollout."""
+    base = replace(
+        spec_of(replace(TRAINED, steps=4, training_speed="2000/50").with_static_split(0), 1),
+        max_staleness=0,
+        slice_switch_s=0.02,
+    )
+    runs = {}
+    for mode in ("never", "always"):
+        needs = JobRequirements(colocate=mode, can_time_slice=mode == "always")
+        spec = replace(base, requirements=needs)
+        cluster = SimCluster([SimHosts(1, 2)], [spec], has_time_slices=True)
+        cluster.run(3600.0)
+        [job] = cluster.jobs.values()
+        assert job.training.is_finished
+        assert len(job.training.sliced_engines) == (mode == "always")
+        runs[mode] = job.training.step_ends_s[-1], job.training.work.work_s
+    assert runs["always"][0] < runs["never"][0]
+    assert runs["always"][1] == pytest.approx(runs["never"][1]), "the same gradients"
+
+
 @pytest.mark.deep
 def test_long_tail_leads_to_engines_of_several_sizes_with_length_buckets() -> None:
     tailed = EmulatedWorkload(
