@@ -196,8 +196,10 @@ class Client:
             return await self._transport.move(worker, role, job)
 
     async def place(self, job: str, partner: str = "") -> str:
-        """Order the planner to place a job's core on the gang of the core of job `partner`, where
-        both take time slices, or, without a partner, apart again. Return its decision.
+        """Order the planner to place a job's core on the gang of another job's core.
+
+        Both take time slices there. Without a partner the job is placed apart again. Return the
+        planner's decision.
 
         Raises Refused with the planner's reason, NotAllowed for a client with only a token.
         """

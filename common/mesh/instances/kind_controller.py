@@ -154,7 +154,7 @@ class KindController:
     async def use_kinds(
         self, kinds: Sequence[str] = (), changed: Sequence[str] = ()
     ) -> AsyncIterator[None]:
-        """Enter to compute with `kinds` and to change `changed`; nothing moves meanwhile.
+        """Enter to compute with `kinds` and to change `changed`; nothing moves in the block.
 
         The worker loads the kinds of a time slice before. One that is missing all the same, for
         instance because the process is no longer time-sliced, is loaded here.
@@ -201,7 +201,7 @@ class KindController:
             self.forget_tensors(name)
 
     def clear_loss(self) -> None:
-        """Let pieces compute again after lost content, because they write it anew."""
+        """Let pieces compute again after lost content, because they write it again."""
         self.loss = None
 
     # -- orders of the worker --------------------------------------------------------------------
@@ -414,7 +414,7 @@ class KindController:
         memory: ReleasableMemory,
         cancellation: Cancellation,
     ) -> None:
-        """Save a copy; one that is outdated stays meanwhile, if there is room for both."""
+        """Save a copy; an outdated one stays until then, if there is room for both."""
         save = partial(kind.storage.save, tier, {COPY_ID: copy_id}, memory, cancellation)
         try:
             await save()

@@ -113,7 +113,7 @@ class SliceClient:
         """Run the block in a time slice; other computations of this process wait for its end.
 
         `estimate_s` raises the measured estimate of the block's duration. `kinds` of the instance's
-        tensors are on the accelerator meanwhile; none: all. Requests to an
+        tensors are on the accelerator in the block; none: all. Requests to an
         unavailable scheduler are repeated within a bound (`RetryPolicy`), whose last error is
         raised. Raises Refused within another time slice.
         """

@@ -383,7 +383,7 @@ class RoleProcess(SupervisorHooks):
     async def _wait_for_wake_room(self, target: tuple[Tier, bool, int]) -> None:
         """Wait until others have left the room of a process that wakes.
 
-        Raises Fenced if another state is desired meanwhile, or the process has exited.
+        Raises Fenced if another state is desired by then, or the process has exited.
         """
         while not await self._reserve_room():
             await self._mesh.clock.sleep(ROOM_POLL_S)

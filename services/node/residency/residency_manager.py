@@ -68,7 +68,9 @@ class _Order:
 
 
 class ResidencyManager:
-    """Residency of the worker's instances; see `meshrl.services.node.slices.residency`.
+    """Residency of the worker's instances.
+
+    It implements `meshrl.services.node.slices.residency`.
 
     async with ResidencyManager(mesh, budgets, gpu_memory, list_processes, kill) as residency:
         report = await residency.prepare(order)

@@ -1,7 +1,7 @@
 """Rooms on the accelerator that processes have requested before they start or wake.
 
 Other instances leave the room in a time slice of the requesting instance, so that none of them
-computes meanwhile. The worker of the instance's first rank acquires it; the slice scheduler orders
+computes then. The worker of the instance's first rank acquires it; the slice scheduler orders
 the room from each worker before the grant.
 """
 

@@ -34,8 +34,9 @@ def select_requested_partners(
 def find_partners(
     draft: PoolDraft, jobs: Sequence[PlannedJob], division: PoolDivision
 ) -> dict[str, str]:
-    """Find partners for the rejected jobs, in the order of the jobs: the present partner, else a
-    partner with the fewest guests and the lowest priority.
+    """Find partners for the rejected jobs, in the order of the jobs.
+
+    A job keeps its present partner, or gets one with the fewest guests and the lowest priority.
     """
     max_guests = draft.snapshot.settings.jobs_per_gang - 1
     guests = Counter(division.partners.values())
@@ -72,8 +73,9 @@ def find_partners(
 
 
 def is_ready_to_join(draft: PoolDraft, guest: PlannedJob, partner: PlannedJob) -> bool:
-    """Return True if a guest's core can join its partner's without loss of steps: it is there, or
-    the partner can come to it, or a checkpoint covers it, or it has no core.
+    """Return True if a guest's core can join its partner's without loss of steps.
+
+    It is there, or the partner can come to it, or a checkpoint covers it, or it has no core.
     """
     core, other = draft.get_instances(guest.id).core, draft.get_instances(partner.id).core
     if core is None or guest.has_checkpoint:

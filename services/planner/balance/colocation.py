@@ -1,10 +1,9 @@
-"""Mode of a job with `pool.colocate = "auto"`: engines that share the workers of its core by time
-slices, or only engines on workers of their own.
+"""Colocated or split mode of a job with `pool.colocate = "auto"`.
 
-The planner compares the predicted steps of both modes, like splits of the workers. In colocated
-mode rollout and training alternate on the core's workers, and each switch takes the time to move
-tensors that do not fit beside each other. A change is measured afterwards, and undone if it did not
-pay.
+Colocated engines share the workers of the core by time slices; split ones have their own. The
+planner compares the predicted steps of both modes, like splits of the workers. In colocated mode
+rollout and training alternate on the core's workers, and each switch takes the time to move tensors
+that do not fit beside each other. A change is measured afterwards, and undone if it did not pay.
 """
 
 from __future__ import annotations

@@ -80,11 +80,11 @@ def free_accelerators(draft: PoolDraft, job: PlannedJob) -> None:
 
 
 def wake_core(draft: PoolDraft, job: PlannedJob, share: int, division: PoolDivision) -> None:
-    """Wake a sleeping core on its workers, and remove the instances that occupy them, except those
-    of jobs with which it shares them.
+    """Wake a sleeping core on its workers, and remove the instances that occupy them.
 
-    If another core occupies them, or a worker is lost, remove the sleeping core instead: it resumes
-    from its checkpoint elsewhere. Without a checkpoint, change nothing.
+    Those of jobs with which it shares the workers stay. If another core occupies them, or a worker
+    is lost, remove the sleeping core instead: it resumes from its checkpoint elsewhere. Without a
+    checkpoint, change nothing.
     """
     core = draft.get_instances(job.id).core
     if core is None or core.is_awake or core.instance.tier == Tier.ABSENT:  # the last one leaves

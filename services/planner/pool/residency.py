@@ -15,11 +15,11 @@ from meshrl.services.planner.pool.draft import PoolDraft
 def explain_no_slice_room(
     draft: PoolDraft, worker: str, needs_by_job: Mapping[str, Sequence[int]]
 ) -> str:
-    """Return why instances of jobs do not fit on a worker with those that are there, or are those
-    of too many jobs; empty if they fit.
+    """Return why instances of jobs do not fit on a worker; empty if they fit.
 
-    `needs_by_job` has the bytes of the slices of each job that is to compute there; it replaces
-    the present instances of that job. Cores of other jobs that sleep there keep their bytes.
+    Those that are there need room too, and only so many jobs share a gang. `needs_by_job` has the
+    bytes of the slices of each job that is to compute there; it replaces the present instances of
+    that job. Cores of other jobs that sleep there keep their bytes.
     """
     most = draft.snapshot.settings.jobs_per_gang
     jobs = {seated.instance.job for seated in draft.list_awake_on(worker)} | needs_by_job.keys()

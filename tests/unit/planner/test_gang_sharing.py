@@ -115,7 +115,7 @@ def test_guest_leaves_when_a_worker_returns() -> None:
 
 
 def test_first_job_joins_the_workers_of_a_running_guest() -> None:
-    """The worker of the first job is lost; the second has no checkpoint and cannot leave."""
+    # The worker of the first job is lost; the second has no checkpoint and cannot leave.
     bench = start_pool([2], queued("a", 0, has_checkpoint=True), queued("b", 1))
     [(first, core)] = [(w, r) for w, r in bench.list_instances("a") if r.core]
     kept = next(r for _, r in bench.list_instances("b") if r.core)

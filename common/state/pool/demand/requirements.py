@@ -133,8 +133,9 @@ def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
 
 
 def shares_core_worker(config: JobConfig) -> bool:
-    """Return True if an engine computes on a worker of the core, by time slices: the job file says
-    so, or the job's own mesh is too small for an engine beside its other roles.
+    """Return True if an engine computes on a worker of the core, by time slices.
+
+    The job file says so, or the job's own mesh is too small for an engine beside its other roles.
     """
     requirements = derive_requirements(config.to_document())
     others = requirements.ranks + config.planner.training - 1 + requirements.needs_scoring

@@ -91,7 +91,8 @@ def test_empty_engine_has_no_work_for_a_slice_and_a_waiting_one_has(bench: Bench
     assert not bench.engine.step() and not bench.engine.num_waiting
     bench.engine.end_slice()
     bench.engine.submit([request(1, max_new=4)])
-    assert bench.engine.num_waiting == 1
+    waiting: int = bench.engine.num_waiting
+    assert waiting == 1
     assert bench.engine.step()
 
 

@@ -47,7 +47,7 @@ SIZES = {"parameters": 20, "gradients": 20, "optimizer": 60}
 
 @dataclass
 class Tiers:
-    """Bytes of a worker's tiers, whoever uses them."""
+    """Bytes of a worker's tiers, of all processes."""
 
     budgets: TierBytes
     used: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(list(Tier)[:3], 0))

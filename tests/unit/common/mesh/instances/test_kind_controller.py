@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ class Process:
         async def run(work: Callable[[], object]) -> object:
             return await host.run_blocking(work, deadline_s=scaled(20.0))
 
-        def make_source(kind: str, **options: object) -> TensorsOfKind:
+        def make_source(kind: str, **options: Any) -> TensorsOfKind:
             tensors = self.tensors[kind]
             size = sum(tensor.nbytes for tensor in tensors.values())
             return TensorsOfKind(lambda: GatedStorages(tensors, self), lambda: size, **options)
