@@ -20,12 +20,12 @@ from meshrl.common.mesh.process.child_handle import SystemChild
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.state.pool.workers.rows import Gang, Instance, InstancePhase, Role
-from meshrl.services.node.slices.residency import FullyResident
 from meshrl.services.node.slices.slice_calls import SliceCallsMixin
 from meshrl.services.node.slices.slice_queue import SliceLimits
 from meshrl.services.node.slices.slice_scheduler import SliceScheduler
 from tests.load import scaled
 from tests.unit.node.smallmesh import ROOT, SOON_S, SmallMesh, has_exited
+from tests.unit.node.time_slices.fully_resident import FullyResident
 from tests.unit.node.time_slices.test_slice_scheduler import REST
 
 FLOOR_S, HOUR_S = 3.0, 3600.0

@@ -22,7 +22,7 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.state.pool.demand.profiles import FunctionProfile, TimeStatistics
 from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
-from meshrl.services.node.slices.residency import FullyResident, Residency
+from meshrl.services.node.slices.residency import Residency
 from meshrl.services.node.slices.slice_calls import SliceCallsMixin
 from meshrl.services.node.slices.slice_queue import SliceLimits
 from meshrl.services.node.slices.slice_scheduler import REMOVED_INSTANCE_GRACE_S, SliceScheduler
@@ -31,6 +31,7 @@ from meshrl.sim.virtual_loop import VirtualClock, VirtualLoop, run_virtual
 from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on, virtual_test
+from tests.unit.node.time_slices.fully_resident import FullyResident
 
 LEASES = SliceLimits(factor=2.0, floor_s=5.0, cap_s=60.0, default_s=20.0)
 MINE = (
