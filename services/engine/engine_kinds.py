@@ -15,10 +15,11 @@ from meshrl.services.engine.stepping.commands import StepCommands
 from meshrl.services.engine.weights.engine_weights import EngineWeights
 
 PARAMETERS, KV_CACHE = TensorKind.PARAMETERS, TensorKind.KV_CACHE
+ENGINE_KINDS = (PARAMETERS, KV_CACHE)
 # kinds that a function computes with, and those that it changes
 SLICE_KINDS = {
-    "generate": ((PARAMETERS, KV_CACHE), (KV_CACHE,)),
-    "sync": ((PARAMETERS, KV_CACHE), (PARAMETERS, KV_CACHE)),
+    "generate": (ENGINE_KINDS, (KV_CACHE,)),
+    "sync": (ENGINE_KINDS, ENGINE_KINDS),
 }
 
 

@@ -133,7 +133,9 @@ class ThreadDriver:
         try:
             if function == "sync":
                 service.run_commands(in_slice=True)
-                return True
+                # The next eviction would drop weights that cannot be copied before any step.
+                if not service.engine.cannot_copy_memory or service.slice_function != "generate":
+                    return True
             if service.emulation is not None:
                 service.emulation.reset_lateness()
             slice_s = max(SLICE_S, service.engine.min_slice_s, time_slices.quantum_s)

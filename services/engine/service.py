@@ -37,7 +37,7 @@ from meshrl.common.mesh.instances.tiers import TierController
 from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.runtime.calls.actor import call, cast, stream
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.services.engine.engine_kinds import SLICE_KINDS, EngineKinds
+from meshrl.services.engine.engine_kinds import ENGINE_KINDS, SLICE_KINDS, EngineKinds
 from meshrl.services.engine.kv.cache_moves import CacheMoves
 from meshrl.services.engine.kv.chunk_files import NAME_BYTES
 from meshrl.services.engine.kv.host_cache import HostCache
@@ -104,6 +104,7 @@ class EngineService(KindCallsMixin):
             engine.end_slice()  # nothing computes before the first time slice
         about = mesh, engine, self.weights, self.commands, time_slices
         self.kinds = EngineKinds(*about).controller
+        self.weights.on_install = self._mark_changed
         sleeper = EngineSleeper(mesh, engine, self.commands, self.weights, self.kinds)
         self.tiers = TierController(
             mesh, sleeper, self.kinds, set_time_slicing=self.set_time_slicing
@@ -319,11 +320,16 @@ class EngineService(KindCallsMixin):
         if self.time_slices is not None and enabled != self.time_slices.is_enabled:
             if not enabled:
                 await self.kinds.load()
+                self._mark_changed()
             await self.time_slices.set_enabled(enabled)
             await self.commands.run_between_steps(
                 self.engine.end_slice if enabled else lambda: None,
                 "the engine's switch of time slicing",
             )
+
+    def _mark_changed(self) -> None:
+        """Record that weights and cache may differ from their copies."""
+        self.kinds.mark_changed(ENGINE_KINDS)
 
     async def begin_slice(self, time_slices: SliceClient, function: str) -> int:
         """Acquire a time slice with the kinds of a function; return its ticket for `end_slice`."""

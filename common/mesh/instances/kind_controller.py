@@ -176,13 +176,17 @@ class KindController:
                 raise self.loss
             for name in kinds:
                 await self._load(self._kinds[name], Cancellation())
-            for name in changed:
-                self._kinds[name].equal_tiers.clear()
+            self.mark_changed(changed)
             self._user_count += 1
 
     def end_use(self) -> None:
         """End a use of `begin_use`."""
         self._user_count -= 1
+
+    def mark_changed(self, kinds: Sequence[str]) -> None:
+        """Record that kinds differ from their copies from now on; call it while nothing moves."""
+        for name in kinds:
+            self._kinds[name].equal_tiers.clear()
 
     def forget_tensors(self, name: str) -> None:
         """Record that new tensors have replaced those of a kind; call it within `use_kinds`."""
@@ -253,10 +257,9 @@ class KindController:
             await asyncio.wait([self._move])
 
     async def _execute(self, order: MoveKinds, cancellation: Cancellation) -> None:
-        tier = self._check_order(order)
+        self._check_order(order)
         async with self._lock:  # which orders get in their sequence
-            if self.is_asleep:
-                raise self._refuse("the process moves as a whole")
+            tier = self._check_order(order)
             if self._user_count:
                 raise self._refuse("the process computes")
             for kind in [self._kinds[name] for name in order.kinds]:
@@ -272,6 +275,8 @@ class KindController:
 
     def _check_order(self, order: MoveKinds) -> Tier:
         """Return the order's tier; raise Refused if the order is invalid here."""
+        if self.is_asleep:
+            raise self._refuse("the process moves as a whole")
         if unknown := [name for name in order.kinds if name not in self._kinds]:
             raise self._refuse(f"there is no kind '{unknown[0]}'")
         if order.action in ("load", "write_back", "drop", "offload"):
@@ -318,18 +323,31 @@ class KindController:
             for kind in self._kinds.values():
                 await self._drop(kind)
 
-    async def drop_copies(self) -> None:
-        """Delete the record and all copies; those of an unavailable worker end with it."""
-        await self._record.drop_all()  # first, as it names the copies
-        await asyncio.gather(*(kind.storage.drop_all() for kind in self._kinds.values()))
-        for kind in self._kinds.values():
-            kind.equal_tiers.clear()
+    async def drop_copies(self, *, even_if_offloaded: bool = False) -> None:
+        """Delete the record, and the copies of the kinds on the accelerator.
+
+        `even_if_offloaded`: of the other kinds, too, which are lost then. Copies of an unavailable
+        worker end with it.
+        """
+        async with self._lock:
+            await self._record.drop_all()  # first, as it names the copies
+            kinds = [
+                kind for kind in self._kinds.values() if even_if_offloaded or kind.memory is None
+            ]
+            await asyncio.gather(*(kind.storage.drop_all() for kind in kinds))
+            for kind in kinds:
+                kind.equal_tiers.clear()
 
     async def save_record(self, tier: Tier, state: Mapping[str, Any]) -> None:
         """Save `state`, and which copies it consists of, so that a later process can resume.
 
         `write_back` to this tier comes before.
+
+        Raises:
+            CorruptData: The content was lost.
         """
+        if self.loss is not None:
+            raise self.loss
         copied = [kind for kind in self._kinds.values() if tier in kind.equal_tiers]
         size = sum(kind.storage.stored_bytes[tier] for kind in copied)
         copies = {kind.name: kind.copy_id for kind in copied}
@@ -380,6 +398,8 @@ class KindController:
             if kind.equal_tiers and tier not in kind.equal_tiers:
                 await self._move_copy(kind, tier, cancellation)
             return None
+        if self.loss is not None:
+            raise self.loss
         memory: ReleasableMemory = await self.run(kind.tensors.collect)
         if not memory.total_bytes:
             return None
@@ -419,9 +439,7 @@ class KindController:
         try:
             await save()
         except StorageFull:
-            if not kind.storage.stored_bytes[tier]:
-                raise
-            await kind.storage.drop(tier)
+            await kind.storage.drop(tier)  # it may be of an earlier run of this process
             await save()
 
     async def _move_copy(self, kind: _Kind, tier: Tier, cancellation: Cancellation) -> None:

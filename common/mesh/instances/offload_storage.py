@@ -96,7 +96,8 @@ class OffloadStorage:
             head = await self._run_to_end(offloaded_tensors.read_header, lying)
             async with self._create_medium(target, head.size_bytes) as medium:
                 await self._copy(offloaded_tensors.copy_offload, lying, medium, cancel=cancel)
-        await self.drop(source)
+        with suppress(MeshError):  # the copy at the target is complete
+            await self.drop(source)
 
     async def restore(
         self, tier: Tier, target: OffloadTarget, cancel: Cancellation | None = None

@@ -187,7 +187,7 @@ class TierController:
             if self.tier != Tier.ACCELERATOR and not self._sleeper.is_removable:
                 await self._wake()
             await self._sleeper.prepare_removal()
-            await self._drop_copies()
+            await self._drop_copies(even_if_offloaded=True)
         elif tier == Tier.ACCELERATOR:
             await self._wake()
         elif self.tier == Tier.ACCELERATOR:
@@ -219,11 +219,13 @@ class TierController:
         self.tier, self._kinds.is_asleep = Tier.ACCELERATOR, False
         await self._drop_copies()
 
-    async def _drop_copies(self) -> None:
-        """Delete the copies. A file that cannot be removed is useless and does not change the
+    async def _drop_copies(self, *, even_if_offloaded: bool = False) -> None:
+        """Delete the copies; see `KindController.drop_copies`.
+
+        A file that cannot be removed is useless and does not change the
         tier.
         """
         try:
-            await self._kinds.drop_copies()
+            await self._kinds.drop_copies(even_if_offloaded=even_if_offloaded)
         except OSError as error:
             self._mesh.telemetry.log.warning("offloaded state cannot be removed", error=str(error))

@@ -89,7 +89,7 @@ class StepCommands:
                 return
             try:
                 answer = action()
-            except MeshError as error:
+            except (MeshError, MemoryError) as error:
                 self.call_on_loop(partial(_resolve, done, error))
             else:
                 self.call_on_loop(partial(_resolve, done, answer))
@@ -102,7 +102,7 @@ class StepCommands:
 def _resolve(done: asyncio.Future[Any], answer: Any) -> None:
     if done.cancelled():
         return
-    if isinstance(answer, MeshError):
+    if isinstance(answer, MeshError | MemoryError):
         done.set_exception(answer)
     else:
         done.set_result(answer)

@@ -81,6 +81,8 @@ class EngineWeights:
         self.computing_manifest = ""  # manifest that the engine computes with
         self.host_cache: HostCache | None = None  # it records which weights computed each chunk
         self._published_transport = ""  # transport to the SGLang server in the last event
+        # called on the loop when an installation begins, before its time slice ends
+        self.on_install: Callable[[], None] = lambda: None
 
     @property
     def version(self) -> int:
@@ -200,6 +202,7 @@ class EngineWeights:
         def install() -> bool:
             if self.is_asleep:
                 return False
+            self._commands.call_on_loop(self.on_install)
             try:
                 with self._pauses.measure_update():
                     apply()

@@ -142,6 +142,7 @@ class CoreSleeper:
             core.mesh.telemetry.log.warning("offloaded state is unreachable", error=str(error))
             return False
         if found is None:
+            await kinds.drop_copies()  # of an earlier run that died awake
             return False
         tier, about = found
         mine = (about["job"], about["lineage"], about["version"], about["ranks"])

@@ -84,13 +84,14 @@ class SleepingRows:
             await kinds.save_record(tier, order.metadata)
             self._copy_tier = tier
         elif order.action == "release" and self.has_copy:
+            kinds.is_asleep = True
             await kinds.offload(self._copy_tier)
             self.tier = self._copy_tier
         elif order.action == "take" and self.has_copy:
             await kinds.load()
-            self.tier = Tier.ACCELERATOR
+            self.tier, kinds.is_asleep = Tier.ACCELERATOR, False
         elif order.action == "move" and tier == Tier.ABSENT:
-            await kinds.drop_copies()
+            await kinds.drop_copies(even_if_offloaded=True)
             self.tier = tier  # its worker may stop the process from here on
         elif order.action == "move" and tier == Tier.ACCELERATOR:
             self.tier = self._copy_tier  # the removal was cancelled

@@ -130,6 +130,15 @@ async def test_dropped_weights_are_fetched_before_the_next_step(path: str, tmp_p
         assert listener.outputs[number].tokens == expected[number].tokens
 
 
+async def test_installed_weights_differ_from_their_copy(tmp_path: Path) -> None:
+    async with open_bench("eager", tmp_path) as bench:
+        await bench.order("offload", "parameters")
+        assert not (await bench.order("load", "parameters"))["parameters"].is_dirty
+        # also in a slice of another function
+        await bench.service.weights.update_weights(decoder().state_dict(), 1, "m1")
+        assert (await bench.order("load", "parameters"))["parameters"].is_dirty
+
+
 async def test_tensors_move_before_a_command_that_waits_for_a_slice(tmp_path: Path) -> None:
     async with open_bench("eager", tmp_path, in_slice=False) as bench:
         bench.service.commands.enqueue(lambda: None, needs_slice=True)

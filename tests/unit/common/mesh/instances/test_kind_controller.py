@@ -27,6 +27,7 @@ from meshrl.common.mesh.instances.kind_controller import (
 )
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.model.files.tensor_storages import TensorStorages
+from meshrl.common.state.pool.workers.rows import Tier
 from tests.load import scaled
 from tests.meshes import alone
 
@@ -180,6 +181,30 @@ async def test_nothing_moves_while_the_process_computes_or_sleeps(tmp_path: Path
     process.kinds.is_asleep, process.is_time_sliced = False, False
     with pytest.raises(Refused, match="without time slices"):
         await process.order("offload", "parameters")
+
+
+async def test_deleting_copies_spares_those_of_offloaded_kinds(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    await process.order("offload", "parameters")
+    await process.order("write_back", "kv_cache")
+    await process.kinds.drop_copies()
+    found = await process.order("load", "parameters")
+    process.assert_equal_bits()
+    assert not found["parameters"].is_dirty and found["kv_cache"].is_dirty
+
+
+async def test_lost_content_is_never_saved(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    await process.order("offload", "parameters")
+    content = process.get_file("parameters").read_bytes()
+    process.get_file("parameters").write_bytes(content[: len(content) // 2])
+    with pytest.raises(CorruptData):
+        await process.order("load", "parameters")
+    with pytest.raises(CorruptData):
+        await process.kinds.write_back(Tier.DISK)
+    with pytest.raises(CorruptData):
+        await process.kinds.save_record(Tier.DISK, {})
+    assert await process.kinds.find_record() is None
 
 
 @pytest.mark.parametrize("piece", [0, KIND_PIECES])  # the first of each kind
