@@ -132,6 +132,9 @@ class ResidencyManager:
             return self._complete(order, [])
         key = order.ticket, order.prefetch
         current = self._orders.get(key)
+        while current is not None and current.task is not None and current.task.cancelling():
+            await asyncio.wait([current.task])  # it ends at the next chunk; then the order is new
+            current = self._orders.get(key)
         if current is None:
             current = self._orders[key] = _Order(order)
             current.task = asyncio.create_task(self._run(current), name=f"prepare {order.instance}")
@@ -182,12 +185,14 @@ class ResidencyManager:
     def accelerator_budget(self) -> int:
         """Bytes for the tensors of all instances; 0: unlimited.
 
-        Without a declared budget it is the GPU's memory less the context of each process.
+        On a GPU it is at most the memory less the context of each process.
         """
-        if self._budgets.limits.accelerator or not self._device_bytes:
-            return self._budgets.limits.accelerator
+        declared = self._budgets.limits.accelerator
+        if not self._device_bytes:
+            return declared
         contexts = max(1, len(self._table.processes)) * self._gpu_memory.context_bytes
-        return max(1, self._device_bytes - contexts)
+        free_bytes = max(1, self._device_bytes - contexts)
+        return min(declared, free_bytes) if declared else free_bytes
 
     # -- rooms of processes that start -----------------------------------------------------------
 
@@ -458,6 +463,9 @@ class ResidencyManager:
             if request.instance in computing or not self._has_process(request):
                 return ResidencyReport(False, moves, 0)
             await self._table.refresh(computing)
+            computing |= {self._holder} - {""}  # granted during the refresh
+            if request.instance in computing:
+                return ResidencyReport(False, moves, 0)
             snapshot = self._snapshot(computing, request.waiting_instances, (), computing)
             planned = plan_prefetch(snapshot, request.instance, request.kinds)
             try:

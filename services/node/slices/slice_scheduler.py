@@ -212,7 +212,8 @@ class SliceScheduler:
                 if self._queue.anticipates_until <= clock.monotonic():
                     self._grant_waiting()
         finally:
-            for task in (*self._tasks, *self._preparations.values()):
+            preparations, self._preparations = self._preparations, {}
+            for task in (*self._tasks, *preparations.values()):
                 task.cancel()
             await self._residency.close()
 
@@ -264,7 +265,8 @@ class SliceScheduler:
             self._preparations.pop(ticket).cancel()
         for chosen in self._queue.choose_waiting(self._mesh.clock.monotonic()):
             request = chosen.request
-            if self._residency.is_resident(request.ranks):
+            # A process that loads may start on a worker whose residency is not known yet.
+            if request.function != "load" and self._residency.is_resident(request.ranks):
                 self._begin(request, [])
             else:
                 self._preparations[request.ticket] = asyncio.create_task(
@@ -303,16 +305,27 @@ class SliceScheduler:
         try:
             reports = await self._residency.prepare(request, self._list_holders(), waiting)
         except MeshError as error:
-            self._preparations.pop(request.ticket, None)
-            self._queue.release(request.ticket, self._mesh.clock.monotonic())
-            self._mesh.log.warning(
-                "a time slice cannot begin", resident=request.instance, why=str(error)
-            )
-            self._run(self._fail_request(request, error), f"failure of {request.instance}")
+            self._fail_preparation(request, error)
+        except BaseException as error:
+            # `_grant_waiting` removes a preparation before it cancels it
+            if self._preparations.get(request.ticket) is asyncio.current_task():
+                why = f"the moves of tensors ended with {error!r}"
+                self._fail_preparation(request, ServiceUnavailable(why, where=self._mesh.name))
+                self._grant_waiting()
+            raise
         else:
             self._preparations.pop(request.ticket, None)
             self._begin(request, reports)
         self._grant_waiting()
+
+    def _fail_preparation(self, request: SliceRequest, error: MeshError) -> None:
+        """Drop a chosen request, and fail the call that waits for it."""
+        self._preparations.pop(request.ticket, None)
+        self._queue.release(request.ticket, self._mesh.clock.monotonic())
+        self._mesh.log.warning(
+            "a time slice cannot begin", resident=request.instance, why=str(error)
+        )
+        self._run(self._fail_request(request, error), f"failure of {request.instance}")
 
     async def _fail_request(self, request: SliceRequest, error: MeshError) -> None:
         """Fail the call of a dropped request after a pause, since it is repeated at once."""

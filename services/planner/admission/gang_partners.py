@@ -28,6 +28,7 @@ def select_requested_partners(
         if guest in by_id
         and partner in by_id
         and is_ready_to_join(draft, by_id[guest], by_id[partner])
+        and not explain_no_shared_gang(draft, by_id[guest], by_id[partner])
     }
 
 

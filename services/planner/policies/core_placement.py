@@ -76,8 +76,9 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
             *own_workers,
             *filter(None, [draft.find_free_worker(lambda w: _can_host_core(draft, job, w))]),
         ]
-        # where an engine reserves memory
-        if any(need.smallest_engine > 1 for need in draft.requirements_by_job.values()):
+        # where an engine, or a core of several ranks, reserves the workers of a place
+        needs = draft.requirements_by_job.values()
+        if any(need.smallest_engine > 1 or need.ranks > 1 for need in needs):
             at_home = draft.find_free_worker(
                 lambda w: draft.get_place(w) == core_place and _can_host_core(draft, job, w)
             )
