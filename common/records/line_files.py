@@ -28,7 +28,7 @@ MAX_PENDING_BYTES = 8 << 20  # queued while the store is away; further lines are
 BATCH_BYTES = 256 << 10  # of a message
 CLOSE_TIMEOUT_S = 5.0  # for queued lines when a process exits
 # The store writes these files for other hosts: a process may name no other file of a run.
-_NAME_PATTERN = re.compile(r"samples(-\d+)?|trace/[a-z]+(-[A-Za-z0-9_.]+)?")
+_NAME_PATTERN = re.compile(r"samples(-\d+)?|trace/[a-z]+(-[A-Za-z0-9_.-]+)?")
 FLUSH_BYTES = 16 << 10  # written at once,
 FLUSH_INTERVAL_S = 1.0  # or after this time
 GROUP_MODULUS = 1 << 20  # of group numbers: those of evaluation are high
