@@ -24,7 +24,7 @@ import pytest
 SLICES = 7
 LATELY = 20  # commits
 TIERS = ("daily", "deep", "timing", "ci")
-# Tests of the product's folders that run in full after a change.
+# Tests of the product's folders, of which one entry runs in full after a change.
 TESTS_OF = {
     "services/sandbox/": ("tests/unit/sandbox/", "tests/mesh/faults/test_jailed_code"),
     "common/mesh/process/": ("tests/unit/common/mesh/process/",),
@@ -134,16 +134,17 @@ def changed_paths(root: Path) -> Sequence[str]:
 
 
 def affected_tests(paths: Sequence[str], rotation: int) -> tuple[str, ...]:
-    """Return the beginnings of the names of tests that are run in full after such changes.
+    """Return the beginning of the names of tests that are run in full after such changes.
 
-    Of several folders that changed, one is taken in turn: all of them are `make test-deep`.
+    Of several, one is taken in turn: all of them are `make test-deep`.
     """
     changed = [
-        tests
-        for folder, tests in TESTS_OF.items()
+        begin
+        for folder, begins in TESTS_OF.items()
         if any(path.startswith(folder) for path in paths)
+        for begin in begins
     ]
-    return changed[rotation % len(changed)] if changed else ()
+    return (changed[rotation % len(changed)],) if changed else ()
 
 
 def read_git(root: Path, *words: str) -> str:

@@ -244,7 +244,7 @@ _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
     "node": ("charge_exit record_exit", _JOB_ROW | _mesh(reads="services:* draining")),
     "worker": (
         "join_worker report_instance pool_rows charge_exit record_exit",
-        _JOB_ROW | _mesh(reads="worker:*"),
+        _JOB_ROW | _mesh(reads="worker:* settings"),
     ),
     "engine": ("write_profile", _JOB_ROW),
     "hybrid": ("write_profile", _JOB_ROW | _PAUSED_JOBS),
