@@ -20,10 +20,9 @@ import pytest
 from tests import load
 from tests.runner.tiers import Tiers
 
-NAMED_S, LIMIT_S = (
-    5.0,
-    10.0,
-)  # CPU seconds of a daily test: listed above the first, an error above the second
+# CPU seconds of a daily test: listed above the first, an error above the second. Beside seven
+# others, whose caches it shares, a test costs up to half more: keep it below 10 s when alone.
+NAMED_S, LIMIT_S = 5.0, 15.0
 CALIBRATE_EVERY_S = 5.0
 OTHERS_SHARE = 0.2  # share of the host's CPU time beyond which costs are those of a busy host
 
