@@ -37,6 +37,7 @@ from meshrl.common.mesh.instances.tiers import TierController
 from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.runtime.calls.actor import call, cast, stream
 from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.retry_policy import RetryPolicy
 from meshrl.services.engine.engine_kinds import ENGINE_KINDS, SLICE_KINDS, EngineKinds
 from meshrl.services.engine.kv.cache_moves import CacheMoves
 from meshrl.services.engine.kv.chunk_files import NAME_BYTES
@@ -54,6 +55,7 @@ FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request en
 DRAIN_TIMEOUT_S = 3.0  # to send the last tokens
 DRAIN_POLL_S = 0.01
 LOOK_UP_TIMEOUT_S = 4.0  # to look up chunks on the host's tiers for another host
+LOAD_RETRY_S = 1.0  # until tensors that could not be loaded in a time slice are tried again
 OFFLOAD_TIMEOUT_S = 1.0  # to offload caches for the host's other engines
 
 
@@ -332,15 +334,27 @@ class EngineService(KindCallsMixin):
         self.kinds.mark_changed(ENGINE_KINDS)
 
     async def begin_slice(self, time_slices: SliceClient, function: str) -> int:
-        """Acquire a time slice with the kinds of a function; return its ticket for `end_slice`."""
+        """Acquire a time slice with the kinds of a function; return its ticket for `end_slice`.
+
+        Kinds that cannot be loaded now are tried again in later slices, within the bound of
+        `RetryPolicy`.
+        """
         kinds, changed = SLICE_KINDS[function]
-        ticket = await time_slices.acquire_slice(function, kinds=kinds)
+        patience = RetryPolicy(self.mesh.clock)
         try:
-            await self.kinds.begin_use(kinds, changed)
-        except BaseException:
-            time_slices.release_slice(ticket, function, 0.0)
-            raise
-        return ticket
+            while True:
+                ticket = await time_slices.acquire_slice(function, kinds=kinds)
+                try:
+                    await self.kinds.begin_use(kinds, changed)
+                    return ticket
+                except BaseException as error:
+                    time_slices.release_slice(ticket, function, 0.0)
+                    if not isinstance(error, MeshError):
+                        raise
+                    patience.record_failure(error)
+                await self.mesh.clock.sleep(LOAD_RETRY_S)
+        finally:
+            patience.close()
 
     def end_slice(
         self, time_slices: SliceClient, ticket: int, function: str, duration_s: float

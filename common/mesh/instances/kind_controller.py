@@ -114,6 +114,7 @@ class KindController:
         self._last_order: MoveKinds | None = None
         self._last_number = 0
         self._move: asyncio.Task[None] | None = None
+        self._queued: set[asyncio.Task[Any] | None] = set()  # moves that wait for the lock
         self._cancellation = Cancellation()
 
     @property
@@ -242,23 +243,44 @@ class KindController:
         return self.describe_kinds()
 
     async def cancel_move(self, number: int) -> KindStates:
-        """Cancel an order between two chunks, or before it comes; return the state of all kinds."""
+        """Cancel an order before it comes, while it waits, or between two chunks; return the state
+        of all kinds.
+        """
         if number > self._last_number:
             self._last_number, self._last_order = number, None
-        elif number == self._last_number and self._move is not None:
-            self._cancellation.request()
-            await asyncio.wait([self._move])
+        elif number == self._last_number:
+            await self.stop()
         return self.describe_kinds()
 
     async def stop(self) -> None:
-        """End the move in progress: the process exits."""
+        """Cancel the last order and wait for its end."""
         if self._move is not None:
             self._cancellation.request()
+            if self._move in self._queued:
+                self._move.cancel()
             await asyncio.wait([self._move])
+
+    @asynccontextmanager
+    async def _lock_for_order(self, cancellation: Cancellation) -> AsyncIterator[None]:
+        """Enter in the sequence of the orders; CopyCancelled if the order is cancelled before."""
+        cancellation.check()
+        task = asyncio.current_task()
+        self._queued.add(task)
+        try:
+            await self._lock.acquire()
+        except asyncio.CancelledError:
+            cancellation.check()
+            raise
+        finally:
+            self._queued.discard(task)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     async def _execute(self, order: MoveKinds, cancellation: Cancellation) -> None:
         self._check_order(order)
-        async with self._lock:  # which orders get in their sequence
+        async with self._lock_for_order(cancellation):
             tier = self._check_order(order)
             if self._user_count:
                 raise self._refuse("the process computes")

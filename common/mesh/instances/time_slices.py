@@ -207,13 +207,17 @@ class SliceClient:
         return request.ticket
 
     def release_slice(self, ticket: int, function: str, duration_s: float) -> None:
-        """Release a time slice of `acquire_slice` after `duration_s` seconds, in the background."""
+        """Release a time slice of `acquire_slice` after `duration_s` seconds, in the background.
+
+        One of 0 seconds was not used, and is no sample of the function's duration.
+        """
         ended = self._mesh.clock.monotonic()
         self.run_time_s += duration_s
         of = self._run_time_by_function
         of[function] = of.get(function, 0.0) + duration_s
         requested, granted = self._granted.pop(ticket)
-        self.add_piece(function, requested, duration_s, ended)
+        if duration_s:
+            self.add_piece(function, requested, duration_s, ended)
         self._release_in_background(ticket)
         moves = granted.switch_s, granted.loaded_bytes, granted.hidden_bytes, granted.other_jobs_s
         self.on_release(UsedSlice(function, requested, ended - duration_s, ended, *moves))

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshrl.common.api.calls.role import KindState, MoveKinds
 from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.files.releasable_memory import ReleasableMemory
 from meshrl.common.base.random import Random
 from meshrl.common.generation.builtin.engine import BuiltinEngine
 from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.services.engine.engine_kinds import SLICE_KINDS
 from meshrl.services.engine.kv.cache_retention import prefers_recomputation
 from meshrl.services.engine.service import EngineService
 from tests.load import scaled
 from tests.meshes import alone
+from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import (
     CollectedOutput,
     Listener,
@@ -28,6 +34,7 @@ from tests.unit.common.generation.engines_under_test import (
     decoder,
     request,
 )
+from tests.unit.node.time_slices.test_slice_scheduler import Stage, on_stage
 
 BOTH = ("parameters", "kv_cache")
 REQUESTS = {  # by step: new ones, and one that continues a session
@@ -37,15 +44,31 @@ REQUESTS = {  # by step: new ones, and one that continues a session
 }
 
 
+class ScarceMemory:
+    """Memory of tensors that can be allocated again only while the host `has_memory`."""
+
+    def __init__(self, memory: ReleasableMemory, has_memory: Callable[[], bool]) -> None:
+        self._memory, self._has_memory = memory, has_memory
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+    def reallocate(self) -> None:
+        if not self._has_memory():
+            raise MemoryError("no pages")
+        self._memory.reallocate()
+
+
 class Bench:
     """Engine service whose commands a task runs, and orders of its worker."""
 
-    def __init__(self, engine: BuiltinEngine, directory: Path) -> None:
-        mesh = alone("engine/g0.0", SystemClock(), Random(1), SystemHost())
-        slices = SliceClient(mesh, "worker/w0", "g0.0", 1, enabled=True)
+    def __init__(
+        self, engine: BuiltinEngine, directory: Path, slices: SliceClient, mesh: Mesh
+    ) -> None:
         self.engine = engine
         self.service = EngineService(mesh, engine, lambda action: action(), time_slices=slices)
         self.service.kinds.set_targets("", str(directory))
+        self.poll_s = 0.0005
         self._numbers = itertools.count(1)
 
     async def order(self, action: str, *kinds: str) -> dict[str, KindState]:
@@ -61,12 +84,26 @@ class Bench:
     async def run_commands(self, in_slice: bool = True) -> None:
         while True:
             self.service.run_commands(in_slice)
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(self.poll_s)
 
 
 @asynccontextmanager
-async def open_bench(path: str, directory: Path, in_slice: bool = True) -> AsyncIterator[Bench]:
-    bench = Bench(built_in(path), directory)
+async def open_bench(
+    path: str,
+    directory: Path,
+    in_slice: bool = True,
+    *,
+    member: tuple[Mesh, SliceClient] | None = None,
+    has_memory: Callable[[], bool] = lambda: True,
+) -> AsyncIterator[Bench]:
+    mesh = member[0] if member else alone("engine/g0.0", SystemClock(), Random(1), SystemHost())
+    slices = member[1] if member else SliceClient(mesh, "worker/w0", "g0.0", 1, enabled=True)
+    engine = built_in(path)
+    collect_weights = engine.collect_weights
+    with pytest.MonkeyPatch.context() as patch:
+        scarce = lambda: ScarceMemory(collect_weights(), has_memory)  # noqa: E731
+        patch.setattr(engine, "collect_weights", scarce)
+        bench = Bench(engine, directory, slices, mesh)
     running = asyncio.create_task(bench.run_commands(in_slice))
     try:
         yield bench
@@ -147,6 +184,40 @@ async def test_tensors_move_before_a_command_that_waits_for_a_slice(tmp_path: Pa
             found = await bench.order("load", *BOTH)
         assert found["parameters"].accelerator_bytes == found["parameters"].size_bytes
         assert bench.service.commands.needs_slice
+
+
+@story_on(on_stage)
+async def test_engine_without_memory_for_its_tensors_requests_its_slice_again(
+    stage: Stage, tmp_path: Path
+) -> None:
+    _, scheduler = await stage.workers()
+    member, (_, other) = [await stage.join_instance(number) for number in (0, 1)]
+    free_at_s = 20.0
+    async with open_bench(
+        "eager",
+        tmp_path,
+        member=member,
+        has_memory=lambda: stage.clock.monotonic() >= free_at_s,
+    ) as bench:
+        bench.poll_s = 0.05
+        await bench.order("drop", *BOTH)
+        beginning = asyncio.create_task(bench.service.begin_slice(member[1], "generate"))
+        await stage.compute("other", other, 1.0, times=5)
+        assert not beginning.done() and stage.clock.monotonic() < free_at_s
+        ticket = await beginning
+        assert stage.clock.monotonic() >= free_at_s
+        assert scheduler.stats().slice_holders == ["g0.0"]
+        bench.service.end_slice(member[1], ticket, "generate", 0.5)
+        assert member[1].estimate_s("generate") == 0.5  # unused slices are no samples
+        assert not stage.kills
+
+        await bench.order("drop", *BOTH)
+        free_at_s = math.inf
+        with pytest.raises(Refused, match="cannot allocate"):
+            await bench.service.begin_slice(member[1], "generate")
+        await stage.compute("other", other, 1.0)
+        await stage.clock.sleep(1.0)
+        assert scheduler.stats().slice_holders == []
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,29 @@ async def test_cancelled_move_leaves_each_kind_whole(
     process.assert_equal_bits()
 
 
+@pytest.mark.parametrize("turns_of_the_loop", [1, 3])  # before it waits, and later
+async def test_order_that_waits_for_another_move_is_cancelled_at_once(
+    turns_of_the_loop: int, tmp_path: Path
+) -> None:
+    process = Process(tmp_path)
+    process.close_gate(0)
+    saving = asyncio.create_task(process.kinds.write_back(Tier.DISK))
+    while not process.has_arrived.is_set():
+        await asyncio.sleep(0.001)
+    waiting = asyncio.create_task(process.order("offload", "parameters"))
+    for _ in range(turns_of_the_loop):
+        await asyncio.sleep(0)
+    states = await process.kinds.cancel_move(process.orders)
+    assert not saving.done() and all(state.accelerator_bytes for state in states.kinds)
+    with pytest.raises(Refused, match="cancelled"):
+        await waiting
+    process.gate.set()
+    await saving
+    await process.order("offload", "parameters")
+    await process.order("load", "parameters")
+    process.assert_equal_bits()
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("piece", [0, PIECES - 1, PIECES])
 def test_successor_of_a_killed_process_finds_the_saved_state_or_refuses(
