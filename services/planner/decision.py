@@ -19,6 +19,7 @@ from meshrl.services.planner.admission.fair_shares import PoolDivision, ShareCla
 from meshrl.services.planner.admission.feasibility import find_infeasible_jobs, order_runnable_jobs
 from meshrl.services.planner.admission.gang_partners import (
     find_partners,
+    find_present_partners,
     select_requested_partners,
 )
 from meshrl.services.planner.admission.service_hosts import ServiceHosts
@@ -131,9 +132,9 @@ def _divide_pool(
 ) -> PoolDivision:
     """Divide the pool among the jobs whose shards and sandboxes some host accepts.
 
-    Other jobs are rejected with the reason. While a new mesh gathers workers, time slicing is off,
-    as workers may still join. Jobs for which no workers are left share the gang of another job, if
-    they fit.
+    Other jobs are rejected with the reason. While a new mesh gathers workers, no time slicing
+    begins, as workers may still join. Jobs for which no workers are left share the gang of another
+    job, if they fit. Jobs that share a gang stay together if a job would be paused otherwise.
     """
     snapshot = draft.snapshot
     rejected = {job.id: why for job in jobs if (why := service_hosts.explain_rejection(job))}
@@ -144,20 +145,38 @@ def _divide_pool(
     time_slicing = settings.time_slicing and not snapshot.is_gathering_workers
 
     def divide(partners: Mapping[str, str]) -> PoolDivision:
-        scope = settings.gang_scope
-        return divide_pool(jobs, places, claims, time_slicing, scope, partners)
+        may_share = time_slicing or bool(partners)
+        division = divide_pool(jobs, places, claims, may_share, settings.gang_scope, partners)
+        return replace(division, time_slicing=time_slicing)
 
-    partners = select_requested_partners(draft, jobs, requested_partners) if time_slicing else {}
-    division = divide(partners)
-    if time_slicing and settings.jobs_per_gang > 1:
-        for _ in jobs:
-            more = find_partners(draft, jobs, division)
-            if more.keys() <= partners.keys():
-                break
-            partners |= more
-            division = divide(partners)
+    def add_partners(can_leave: bool) -> PoolDivision:
+        partners = dict(requested)
+        if settings.time_slicing:
+            partners = find_present_partners(draft, jobs, requested, can_leave)
+        division = divide(partners)
+        if time_slicing and settings.jobs_per_gang > 1:
+            for _ in jobs:
+                more = find_partners(draft, jobs, division)
+                if more.keys() <= partners.keys():
+                    break
+                partners |= more
+                division = divide(partners)
+        return division
+
+    requested = select_requested_partners(draft, jobs, requested_partners) if time_slicing else {}
+    division = add_partners(can_leave=time_slicing)
+    if time_slicing and (paused := _count_paused(draft, division)):
+        together = add_partners(can_leave=False)
+        if _count_paused(draft, together) < paused:
+            division = together
     division.rejected.update(rejected)
     return division
+
+
+def _count_paused(draft: PoolDraft, division: PoolDivision) -> int:
+    """Count the jobs that compute and get no workers."""
+    cores = (draft.get_instances(job).core for job in division.rejected)
+    return sum(core is not None and core.is_awake for core in cores)
 
 
 def _build_share_claim(draft: PoolDraft, job: PlannedJob) -> ShareClaim:

@@ -32,6 +32,28 @@ def select_requested_partners(
     }
 
 
+def find_present_partners(
+    draft: PoolDraft, jobs: Sequence[PlannedJob], requested: Mapping[str, str], can_leave: bool
+) -> dict[str, str]:
+    """Return the partners of guests whose cores compute beside them and stay there.
+
+    With `can_leave`, of two jobs of one priority the later one leaves if a checkpoint covers it.
+    `requested` partners go first.
+    """
+    cores = {job.id: draft.get_instances(job.id).core for job in jobs}
+    running = [job for job in jobs if (core := cores[job.id]) is not None and core.is_awake]
+    found = dict(requested)
+    for place, later in enumerate(running):
+        for earlier in running[:place]:
+            after, before = later.requirements, earlier.requirements
+            stays = not later.has_checkpoint and after.priority == before.priority
+            guest, partner = (earlier, later) if after.ranks > before.ranks else (later, earlier)
+            is_free = {guest.id, partner.id}.isdisjoint(found) and guest.id not in found.values()
+            if is_free and (stays or not can_leave) and _is_beside(draft, guest, partner):
+                found[guest.id] = partner.id
+    return found
+
+
 def find_partners(
     draft: PoolDraft, jobs: Sequence[PlannedJob], division: PoolDivision
 ) -> dict[str, str]:

@@ -138,6 +138,29 @@ def test_core_that_is_alone_again_computes_without_time_slices() -> None:
     assert [r.time_sliced for _, r in bench.list_instances("a")] == [False]
 
 
+def test_third_job_gets_the_worker_that_a_guest_without_a_checkpoint_cannot_use() -> None:
+    bench = start_pool([1], queued("a", 0), queued("b", 1))
+    assert bench.roles("a") == bench.roles("b") == {"w0": "core+rollout"}
+    joined = replace(bench.snapshot.workers[0], id="w1", accelerator="cpu:1", token=2, gang="")
+    bench.update(workers=(*bench.snapshot.workers, joined))
+    bench.update(jobs=(*bench.snapshot.jobs, queued("c", 2)))
+    bench.settle()
+    assert bench.roles("b") == {"w0": "core+rollout"}, "steps in no checkpoint stay"
+    assert bench.roles("c") == {"w1": "core+rollout"}
+    bench.update_job("b", has_checkpoint=True)
+    assert bench.settle() == [], "nor is the third job paused when it could leave"
+
+
+def test_guest_stays_while_workers_gather_after_a_restart_of_the_head() -> None:
+    bench = start_pool([1], job("a"), job("b", submitted_ms=1))
+    assert bench.roles("b") == {"w0": "core+rollout"}
+    bench.memory = PlannerMemory()
+    bench.update(up_since_ms=bench.snapshot.now_ms)
+    assert bench.decide_once() == []
+    bench.update(up_since_ms=0)
+    assert bench.settle() == []
+
+
 # -- by request ------------------------------------------------------------------------------------
 
 
