@@ -19,6 +19,7 @@ from meshrl.common.state.pool.store.documents import id_sort_key
 from meshrl.common.state.pool.workers.rows import InstancePhase, Tier
 from meshrl.services.planner.admission.fair_shares import PoolDivision, has_started
 from meshrl.services.planner.policies.gang_sharing import share_core_workers
+from meshrl.services.planner.policies.placement import explain_no_engine_room
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement
 from meshrl.services.planner.pool.residency import explain_no_slice_room
@@ -28,17 +29,14 @@ def update_block_reason(draft: PoolDraft, job: PlannedJob, division: PoolDivisio
     """Add a decision that sets why a job waits or is paused, if the reason has changed.
 
     The reason is empty for a job that runs. A job with a share waits while the workers of its core
-    are not free. While a new mesh gathers workers, no job is reported as waiting.
+    are not free, and while its core has no engine. While a new mesh gathers workers, no job is
+    reported as waiting.
     """
     admitted = job.id in division.workers
-    core_place = division.core_places.get(job.id, "")
-    partner = division.partners.get(job.id, "")
-    reason = (
-        _explain_waiting(draft, job, core_place, partner)
-        if admitted
-        else division.rejected.get(job.id)
-    )
-    kind = "paused" if has_started(job) else "waiting"
+    reason = _explain_waiting(draft, job, division) if admitted else division.rejected.get(job.id)
+    core = draft.get_instances(job.id).core
+    has_core = admitted and core is not None and core.is_awake
+    kind = "paused" if has_started(job) and not has_core else "waiting"
     block_reason = f"{kind}: {reason}" if reason is not None else ""
     is_early = draft.snapshot.is_gathering_workers or draft.snapshot.is_starting
     if block_reason == job.block_reason or (
@@ -120,15 +118,17 @@ def find_waking_workers(draft: PoolDraft, jobs: Iterable[PlannedJob]) -> set[str
     return {w for core in cores if core is not None and not core.is_awake for w in core.workers}
 
 
-def _explain_waiting(
-    draft: PoolDraft, job: PlannedJob, core_place: str, partner: str
-) -> str | None:
-    """Explain why the core of an admitted job waits; None if it has its place."""
+def _explain_waiting(draft: PoolDraft, job: PlannedJob, division: PoolDivision) -> str | None:
+    """Explain why an admitted job waits for its core or its first engine; None if it does not."""
     core = draft.get_instances(job.id).core
-    if core is not None and (core.is_awake or not partner):
-        return None
+    partner = division.partners.get(job.id, "")
+    core_place = division.core_places.get(job.id, "")
+    if core is not None and core.is_awake:
+        return _explain_no_engine(draft, job, division)
     if partner:
         return f"its core is to share the workers of {partner}, and these are not ready yet"
+    if core is not None:
+        return None
     ranks = job.requirements.ranks
     needed = f"its core needs {ranks} of {core_place}" if ranks > 1 else "its core needs a worker"
     leaving = {
@@ -143,6 +143,19 @@ def _explain_waiting(
         more = f" and {len(leaving) - 1} more" if len(leaving) > 1 else ""
         return f"{needed}; not yet asleep: {first}{more}"
     return f"{needed}, and no placeable worker is free yet"
+
+
+def _explain_no_engine(draft: PoolDraft, job: PlannedJob, division: PoolDivision) -> str | None:
+    """Explain why a job without an engine gets none beside its core; None if it has or gets one."""
+    team, needs = draft.get_instances(job.id), job.requirements
+    has_engine = not needs.needs_rollout or team.engines or team.time_sliced_engines
+    has_own_workers = division.workers[job.id] >= needs.worker_floor and not needs.is_colocated
+    if has_engine or has_own_workers or not division.time_slicing or not needs.can_time_slice:
+        return None
+    if not (why := explain_no_engine_room(draft, job)):
+        return None
+    fix = "join a worker for an engine, or one with larger budgets (`--accelerator-bytes`)"
+    return f"its core has no engine, as none fits beside it: {why}: {fix}"
 
 
 def _put_core_to_sleep(

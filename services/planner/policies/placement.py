@@ -16,6 +16,7 @@ from meshrl.services.planner.policies import engine_placement
 from meshrl.services.planner.policies.hybrid_transfers import can_add_hybrids
 from meshrl.services.planner.policies.worker_gathering import can_host_hybrid
 from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.job_instances import JobInstances
 from meshrl.services.planner.pool.residency import explain_no_slice_room
 
 
@@ -172,12 +173,24 @@ def start_time_slicing(draft: PoolDraft, job: PlannedJob, rationale: Rationale) 
     core = team.core
     if core is None or not core.is_awake:
         return
-    there = {worker for engine in team.time_sliced_engines for worker in engine.workers}
-    lacking = [worker for worker in core.workers if worker not in there]
-    needs = {job.id: list_slice_bytes(job.requirements)}
-    if any(explain_no_slice_room(draft, worker, needs) for worker in lacking):
+    lacking = _list_workers_without_engine(team)
+    if explain_no_engine_room(draft, job):
         return
     if lacking and not core.instance.time_sliced:
         draft.update_instance(core, rationale, time_sliced=True)
     for worker in lacking:
         draft.place_instance([worker], job.id, Role.ROLLOUT, rationale, time_sliced=True)
+
+
+def explain_no_engine_room(draft: PoolDraft, job: PlannedJob) -> str:
+    """Return why no engines fit beside the job's core; empty if they fit or there is no core."""
+    needs = {job.id: list_slice_bytes(job.requirements)}
+    workers = _list_workers_without_engine(draft.get_instances(job.id))
+    reasons = (explain_no_slice_room(draft, worker, needs) for worker in workers)
+    return next(filter(None, reasons), "")
+
+
+def _list_workers_without_engine(team: JobInstances) -> list[str]:
+    there = {worker for engine in team.time_sliced_engines for worker in engine.workers}
+    workers = team.core.workers if team.core is not None else ()
+    return [worker for worker in workers if worker not in there]

@@ -161,6 +161,19 @@ def test_guest_stays_while_workers_gather_after_a_restart_of_the_head() -> None:
     assert bench.settle() == []
 
 
+def test_job_whose_engines_do_not_fit_beside_its_core_reports_why() -> None:
+    bench = start_pool([1], job("a", memory=MEMORY, has_checkpoint=True))
+    bench.update(gangs=())
+    bench.update_worker("w0", budget=TierBytes(accelerator=400, memory=50, disk=49))
+    bench.settle()
+    assert bench.roles("a") == {"w0": "core"}
+    why = bench.snapshot.jobs[0].block_reason
+    assert why.startswith("waiting: its core has no engine") and "500 bytes" in why
+    bench.update_worker("w0", budget=TierBytes(accelerator=400, memory=50, disk=50))
+    bench.settle()
+    assert bench.roles("a") == {"w0": "core+rollout"} and not bench.snapshot.jobs[0].block_reason
+
+
 # -- by request ------------------------------------------------------------------------------------
 
 
