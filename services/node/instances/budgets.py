@@ -108,16 +108,19 @@ class Budgets:
         if tier == Tier.ABSENT:
             return
         # On the accelerator a move takes the peak (an engine's weights are not offloaded below
-        # it); elsewhere it takes what is on the accelerator now, or has come from there.
+        # it), or what is reserved for a process that has not reported yet; elsewhere it takes what
+        # is on the accelerator now, or has come from there.
         usage, field = self.get_usage(name), BUDGET_FIELDS[tier]
         copied_bytes = max(usage.memory, usage.disk)
         offloaded_bytes = usage.accelerator or copied_bytes
         if name in self._movable:  # some kinds are on the accelerator, others are not
             peak_bytes = self.get_peak_accelerator_bytes(name)
             offloaded_bytes = min(peak_bytes, usage.accelerator + copied_bytes)
-        size_bytes = (
-            self.get_peak_accelerator_bytes(name) if tier == Tier.ACCELERATOR else offloaded_bytes
-        )
+        if tier == Tier.ACCELERATOR:
+            reserved_bytes = self._claims[name][1] if self.has_reservation(name) else 0
+            size_bytes = max(reserved_bytes, self.get_peak_accelerator_bytes(name))
+        else:
+            size_bytes = offloaded_bytes
         limit = int(getattr(self.limits, field))
         used = self.sum_used_bytes(tier, excluding=name)
         if limit and used + size_bytes > limit:

@@ -59,6 +59,15 @@ def test_accelerator_usage_never_exceeds_its_budget(host: SimulatedHost) -> None
     found.claim(A, Tier.ACCELERATOR)
 
 
+def test_reservation_counts_until_the_process_reports_its_bytes(host: SimulatedHost) -> None:
+    found = budgets(host, accelerator=100)
+    found.reserve(A, 70)
+    found.claim(A, Tier.ACCELERATOR)  # the first tier of a process that has started
+    assert found.sum_used_bytes(Tier.ACCELERATOR) == 70
+    found.record_usage(A, TierBytes(accelerator=60))
+    assert found.sum_used_bytes(Tier.ACCELERATOR) == 60
+
+
 def test_full_accelerator_rejects_further_instances(host: SimulatedHost) -> None:
     found = budgets(host, accelerator=100)
     found.record_usage(A, TierBytes(accelerator=100))
