@@ -293,7 +293,9 @@ class SimTraining:
             self._event_queue.schedule_at(ends_s, partial(self._commit, self._step))
 
     def _compute_gradient(self, group: SimGroup, from_s: float) -> None:
-        for piece_s in self._training_speed.predict_gradient_s(group.member_tokens):
+        tokens = sum(group.member_tokens)
+        pieces_s = list(self._training_speed.predict_gradient_s(group.member_tokens))
+        for piece_s in pieces_s:
             first = min(self._free_s, key=lambda one: self._free_s[one] + self._transfer_s(one))
             starts_s = max(from_s, self._free_s[first])
             engine = self.sliced_engines.get(first[1]) if first[0] == self._core else None
@@ -302,8 +304,12 @@ class SimTraining:
             self._free_s[first] = starts_s + piece_s
             arrives_s = self._free_s[first] + self._transfer_s(first)
             self._computed_s = max(self._computed_s, arrives_s)
-            self._work += MeasuredWork(work_s=piece_s)
-        self._work += MeasuredWork(tokens=sum(group.member_tokens))
+            work = MeasuredWork(work_s=piece_s, tokens=tokens / len(pieces_s))
+            self._event_queue.schedule_at(self._free_s[first], partial(self._record_work, work))
+
+    def _record_work(self, work: MeasuredWork) -> None:
+        """Record a piece at its end: pieces that wait for their replica are no work of a step."""
+        self._work += work
 
     def _take_slice(self, engine: SimEngine, from_s: float, piece_s: float) -> float:
         """Give the core a time slice for a piece on an engine's worker; return its start. The core

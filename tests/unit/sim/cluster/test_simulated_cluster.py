@@ -247,6 +247,18 @@ def test_gradients_are_computed_while_later_groups_generate() -> None:
     assert (work.work_s, work.wait_s, work.busy_s, work.tokens) == (7.0, 10.0, 3.5, 7.0)
 
 
+def test_work_is_counted_when_it_ends() -> None:
+    agenda = EventQueue()
+    job = training(agenda)
+    job.add_replicas("core", 1)
+    for group in job.admit_groups(2):
+        job.end_trajectory(group.number, 0, 4.0)
+    for until_s, done_s in ((3.0, 0.0), (5.0, 4.0), (8.25, 8.0)):
+        agenda.schedule_at(until_s, lambda: None)
+        agenda.run(until_s, lambda: False)
+        assert (job.work.work_s, job.work.tokens, job.version) == (done_s, done_s, 0)
+
+
 def test_micro_batches_go_to_the_first_free_replica() -> None:
     agenda = EventQueue()
     job = training(agenda)
