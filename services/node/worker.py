@@ -49,6 +49,7 @@ from meshrl.services.node.slices.slice_scheduler import SliceScheduler
 
 POLL_S = 0.5  # between two polls of the record; a hint arrives earlier
 LEAVE_TIMEOUT_S = 3.0  # to release the name
+MIN_RATE_CHANGE = 1.5  # factor by which a rate of moves has changed before it is published again
 
 
 class GangWorker(SliceCallsMixin, SegmentCallsMixin):
@@ -109,6 +110,7 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
         while True:
             with contextlib.suppress(StateUnavailable, DeadlineExceeded):
                 await self._poll_record()
+                await self.publish_copy_rates()
             self.segments.release_unused()
             with contextlib.suppress(DeadlineExceeded):
                 async with self._mesh.clock.timeout(POLL_S, "waiting for a hint"):
@@ -140,6 +142,15 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
         self.slice_scheduler.set_gang(self.gang)
         for desired, holder in find_name_conflicts(self.gang, self._row.id):
             await self._report_conflict(desired, holder)
+
+    async def publish_copy_rates(self) -> None:
+        """Publish the measured rates of moves if they have changed."""
+        rates, known = self.residency.copy_rates, self._row.copy_rates
+        changes = [(rate + 1.0) / (known.get(way, 0.0) + 1.0) for way, rate in rates.items()]
+        if any(not 1 / MIN_RATE_CHANGE < change < MIN_RATE_CHANGE for change in changes):
+            row = replace(self._row, copy_rates=rates)
+            await pool.join_worker(self._mesh.state, replace(row, token=self._mesh.token))
+            self._row = row
 
     async def _report_conflict(self, desired: DesiredRole, holder: str) -> None:
         """Report that an instance has no process, because another one has its name."""

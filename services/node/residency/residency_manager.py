@@ -178,8 +178,13 @@ class ResidencyManager:
                 instances.append(InstanceResidency(instance, generation, {}, size_bytes, []))
         working_bytes = max((self._compute_working_bytes(one) for one in known), default=0)
         fits_together = self._has_free_room(working_bytes)
-        rates = self._mover.rates.by_direction
-        return ResidencyState(self.accelerator_budget, instances, rates, fits_together)
+        budget = self.accelerator_budget
+        return ResidencyState(budget, instances, self.copy_rates, fits_together)
+
+    @property
+    def copy_rates(self) -> dict[str, float]:
+        """Measured bytes per second of moves, by `source>target` of tiers."""
+        return self._mover.rates.by_direction
 
     @property
     def accelerator_budget(self) -> int:
@@ -409,7 +414,7 @@ class ResidencyManager:
             other_bytes,
             frozenset(fixed) | moving,
             waiting,
-            self._mover.rates.by_direction,
+            self.copy_rates,
             frozenset(full_tiers),
         )
 

@@ -15,7 +15,7 @@ from meshrl.common.state.pool.demand.measurements import parse_accelerator_kind
 from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.scheduling.decisions import Rationale
 from meshrl.common.state.pool.scheduling.feasibility import list_slice_bytes
-from meshrl.common.state.pool.workers.rows import WorkerRow
+from meshrl.common.state.pool.workers.rows import Tier, WorkerRow
 from meshrl.services.planner.balance.split_state import SplitState
 from meshrl.services.planner.balance.trials import COLOCATED, SPLIT
 from meshrl.services.planner.forecast.step_quantities import WorkerSplit
@@ -23,8 +23,8 @@ from meshrl.services.planner.policies.placement import start_time_slicing
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.residency import explain_no_slice_room
 
-# Bytes per second between an accelerator and its host, until a change of the mode is measured: of
-# copies in a CPU's memory, and of pinned copies over PCIe 4.
+# Bytes per second between an accelerator and its host, until a worker has measured them: of copies
+# in a CPU's memory, and of pinned copies over PCIe 4.
 CPU_COPY_BYTES_PER_S, GPU_COPY_BYTES_PER_S = 1e9, 12e9
 
 
@@ -43,15 +43,19 @@ def apply_mode(draft: PoolDraft, job: PlannedJob, state: SplitState | None) -> P
 
 def predict_switch_s(workers: Sequence[WorkerRow], slice_bytes: Sequence[int]) -> float:
     """Predict the seconds of a switch between slices: bytes beyond the accelerator's budget leave,
-    and as many arrive.
+    and as many arrive, at the rates that the worker has measured.
     """
     longest_s = 0.0
     for worker in workers:
         excess = sum(slice_bytes) - worker.budget.accelerator
         if worker.budget.accelerator and excess > 0:
             is_cpu = parse_accelerator_kind(worker.accelerator).lower() == "cpu"
-            rate = CPU_COPY_BYTES_PER_S if is_cpu else GPU_COPY_BYTES_PER_S
-            longest_s = max(longest_s, 2 * excess / rate)
+            assumed = CPU_COPY_BYTES_PER_S if is_cpu else GPU_COPY_BYTES_PER_S
+            ways = (Tier.ACCELERATOR, Tier.MEMORY), (Tier.MEMORY, Tier.ACCELERATOR)
+            rates = [
+                worker.copy_rates.get(f"{source}>{target}") or assumed for source, target in ways
+            ]
+            longest_s = max(longest_s, sum(excess / rate for rate in rates))
     return longest_s
 
 

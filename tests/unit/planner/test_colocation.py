@@ -191,6 +191,10 @@ def test_switches_between_slices_take_the_time_of_the_bytes_that_do_not_fit() ->
     assert predict_switch_s([small], [800_000_000, 700_000_000]) == pytest.approx(1.0)
     gpu = replace(small, accelerator="cuda:0 NVIDIA H200")
     assert predict_switch_s([gpu], [800_000_000, 700_000_000]) == pytest.approx(1 / 12)
+    measured = replace(small, copy_rates={"accelerator>memory": 2.5e8})
+    assert predict_switch_s([measured], [800_000_000, 700_000_000]) == pytest.approx(2.5)
+    both = replace(measured, copy_rates={**measured.copy_rates, "memory>accelerator": 5e8})
+    assert predict_switch_s([gpu, both], [800_000_000, 700_000_000]) == pytest.approx(3.0)
 
 
 def test_colocated_step_is_serial_on_shared_workers() -> None:

@@ -70,6 +70,8 @@ class WorkerRow:
     uuid: str = ""  # of its GPU or MIG instance; empty: a CPU slot
     market: str = "reserved"  # reserved | spot | lent
     network: str = ""  # name of its host's network; empty: the head's
+    # measured bytes per second of moved tensors, by `source>target` of tiers
+    copy_rates: Mapping[str, float] = field(default_factory=dict)
     gang: str = ""  # its gang; empty: idle
     membership: int = 0  # number of assignments so far: another gang, or another rank in one
     revision: int = 0  # raised with each change of its gang's record

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import Gang, InstancePhase, Role, Tier, TierBytes
 from meshrl.services.node.instances.desired_roles import DesiredRole
 from meshrl.services.node.residency.residency_manager import START_ROOM_TIMEOUT_S
@@ -66,6 +69,21 @@ def test_process_sleeps_and_wakes_beside_another() -> None:
         await shared.until_steps(B, shared.roles[B.id].steps + 3)
         await shared.until_steps(A, shared.roles[A.id].steps + 3)
         assert shared.tiers.most[Tier.ACCELERATOR] <= 160
+
+    run_worker(story, TierBytes(160), SharedWorker)
+
+
+def test_worker_publishes_the_rates_of_its_moves() -> None:
+    async def story(shared: SharedWorker) -> None:
+        assert (await shared.worker.register()).copy_rates == {}
+        shared.set_desired(A, B)
+        await shared.until_steps(A, 3, 120.0)
+        await shared.until_steps(B, 3, 120.0)
+        await shared.worker.publish_copy_rates()
+        [row] = await pool.read_workers(shared.state)
+        rates = shared.worker.residency.copy_rates
+        assert {"accelerator>memory", "memory>accelerator"} <= row.copy_rates.keys()
+        assert row.copy_rates == pytest.approx(rates) and row.revision == 1
 
     run_worker(story, TierBytes(160), SharedWorker)
 
