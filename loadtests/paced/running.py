@@ -36,6 +36,7 @@ class Arm:
     name: str
     rl_s: float = 0.0  # of its phase of training, to its last committed step
     steps: list[dict[str, Any]] = field(default_factory=list)  # records
+    ends_s: list[float] = field(default_factory=list)  # of its steps, by the wall clock
     moves: list[dict[str, Any]] = field(default_factory=list)  # for faster steps
     undone: list[dict[str, Any]] = field(default_factory=list)  # moves back: they had not paid
     judged: list[dict[str, Any]] = field(default_factory=list)
@@ -65,15 +66,23 @@ class Arm:
 
 
 async def run(
-    name: str, job: EmulatedWorkload, seed: int, most: int, kill_every_s: float = 0.0
+    name: str,
+    job: EmulatedWorkload,
+    seed: int,
+    most: int,
+    kill_every_s: float = 0.0,
+    changes: Sequence[str] = (),
 ) -> Arm:
-    """Run the job on a mesh of its workers, and optionally kill an engine process periodically."""
+    """Run the job on a mesh of its workers, and optionally kill an engine process periodically.
+
+    `changes` are further overrides, as for `--set`.
+    """
     arm = Arm(name)
     with tempfile.TemporaryDirectory(prefix=f"p-{name}-") as made:
         folder = Path(made)
         path = write(folder / "job", job, seed, most)
         async with mesh_up(folder, job.workers) as mesh:
-            handle = await mesh.submit(path, JOB, *job.format_overrides())
+            handle = await mesh.submit(path, JOB, *job.format_overrides(), *changes)
             async with beside(_kill(mesh, arm, kill_every_s, seed)):
                 await mesh.finished(handle)
             take(arm, await mesh.events())
@@ -86,6 +95,7 @@ async def run(
 def take(arm: Arm, events: Sequence[Event]) -> None:
     commits = [event for event in events if event.kind == "step"]
     arm.steps = [event.fields["metrics"] for event in commits]
+    arm.ends_s = [event.ms / 1e3 for event in commits]
     arm.rl_s = compute_rl_s(events)
     for event in events:
         policy = event.fields.get("policy")

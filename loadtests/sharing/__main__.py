@@ -4,6 +4,7 @@ Usage:
 
     python -m loadtests.sharing policies
     python -m loadtests.sharing colocate [--seeds 3]
+    python -m loadtests.sharing colocate-real [--cells 1:4,2:1:2]
     python -m loadtests.sharing gang [--steps 8] [--budgets 1.6,1.2,2.0]
 
 - `policies`: the policies of time slices under virtual time, on `--cases` small random cases
@@ -13,6 +14,9 @@ Usage:
 - `colocate`: engines on the core's workers against engines of their own, and the planner's choice,
   on simulated accelerators: `auto_regret_p90` (excess time over the better mode), and the speedups
   of the colocated mode by accelerators and by the ratio of rollout to training time.
+- `colocate-real`: the same on the real mesh with emulated accelerators, in a minute for each job.
+  Each cell of `--cells` is WORKERS:RATIO or WORKERS:RATIO:STALENESS (0 without it). `real_auto_*`
+  and `real_colocated_speedup_*` are of the last steps of each run, `real_run_auto_*` of whole runs.
 - `gang`: two jobs with engines of their own whose cores share a gang, on the real mesh with
   emulated accelerators, without staleness and with fixed seeds. `bit_equal`: each job's weights of
   all steps are those of the job alone. `gpu_hours_saved`: of those on separate gangs.
@@ -34,6 +38,7 @@ from typing import Any
 from loadtests.measuring.entry import options, parts_of
 from loadtests.sharing.colocation import STEPS, measure_colocation
 from loadtests.sharing.policies import measure_policies
+from loadtests.sharing.real_colocation import CELLS, measure_real_colocation, parse_cell
 from loadtests.sharing.shared_gang import GangPlan, measure_shared_gang
 
 
@@ -43,6 +48,12 @@ def run_policies(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
 
 def run_colocation(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     return measure_colocation(chosen.seeds, chosen.colocation_steps)
+
+
+def run_real_colocation(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    return measure_real_colocation(
+        list(map(parse_cell, chosen.cells.split(","))), chosen.cell_steps
+    )
 
 
 def run_gang(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -58,13 +69,20 @@ def main() -> None:
         seed=0,
         seeds=(3, "of each job that chooses a mode"),
         colocation_steps=(STEPS, "of each job that chooses a mode"),
+        cells=(CELLS, "of the real mesh"),
+        cell_steps=(20, "of each job of a cell"),
         steps=(8, "of each job of a gang"),
         budgets=("1.6,1.2,2.0", "of an accelerator, in cores"),
         rollout_pace="100/8/100000",
         training_pace="200/600",
     )
     parser.add_argument("parts", nargs="*", help="parts to run; all without any")
-    parts = {"policies": run_policies, "colocate": run_colocation, "gang": run_gang}
+    parts = {
+        "policies": run_policies,
+        "colocate": run_colocation,
+        "colocate-real": run_real_colocation,
+        "gang": run_gang,
+    }
     parts_of(parser, parser.parse_args(), parts)
 
 

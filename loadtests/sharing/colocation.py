@@ -7,7 +7,7 @@ worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
@@ -55,26 +55,33 @@ class ColocationResult:
         best_s = min(seconds for mode, seconds in self.run_s.items() if mode != "auto")
         return self.run_s["auto"] / best_s - 1
 
+    def describe(self) -> str:
+        """Describe the case and its seconds by mode."""
+        times = ", ".join(f"{mode} {seconds:.4g} s" for mode, seconds in self.run_s.items())
+        return f"{self.case}: {times}, regret {self.regret:.3f}, ends {self.final_modes}"
+
 
 def measure_colocation(seeds: int, steps: int = STEPS) -> dict[str, Any]:
     """Return flat figures of all cases, each with `seeds` seeds."""
     results = [_run_case(case, steps) for case in _list_cases(seeds)]
+    return {"colocate_cases": len(results)} | summarize(results)
+
+
+def summarize(results: Sequence[ColocationResult]) -> dict[str, Any]:
+    """Return the planner's regret, and the speedups of the colocated mode."""
     regrets = sorted(max(0.0, one.regret) for one in results)
     figures: dict[str, Any] = {
-        "colocate_cases": len(results),
         "auto_regret_p90": quantile(regrets, 0.9),
         "auto_regret_median": quantile(regrets, 0.5),
         "auto_regret_max": round(regrets[-1], 4),
     }
-    for accelerators, ratio in product(ACCELERATORS[1:], RATIOS):
-        gains = [
-            one.run_s["never"] / one.run_s["always"]
-            for one in results
-            if (one.case.accelerators, one.case.ratio) == (accelerators, ratio)
-        ]
-        name = f"colocated_speedup_{accelerators}_accelerators_ratio_{ratio:g}"
-        figures[name] = round(median(gains), 3)
-    return figures
+    gains: dict[str, list[float]] = {}
+    for one in results:
+        if "never" in one.run_s:
+            case = f"{one.case.accelerators}_accelerators_ratio_{one.case.ratio:g}"
+            gain = one.run_s["never"] / one.run_s["always"]
+            gains.setdefault(f"colocated_speedup_{case}", []).append(gain)
+    return figures | {name: round(median(values), 3) for name, values in gains.items()}
 
 
 def _list_cases(seeds: int) -> Iterator[ColocationCase]:
@@ -84,14 +91,17 @@ def _list_cases(seeds: int) -> Iterator[ColocationCase]:
         yield ColocationCase(accelerators, ratio, staleness, seed)
 
 
+def list_modes(case: ColocationCase) -> Sequence[str]:
+    """Return the modes that a job can have on so many accelerators."""
+    return MODES if case.accelerators > 1 else ("always", "auto")
+
+
 def _run_case(case: ColocationCase, steps: int) -> ColocationResult:
-    modes = MODES if case.accelerators > 1 else ("always", "auto")
-    runs = {mode: _run_mode(case, mode, steps) for mode in modes}
+    runs = {mode: _run_mode(case, mode, steps) for mode in list_modes(case)}
     found = ColocationResult(
         case, {mode: seconds for mode, (seconds, _) in runs.items()}, runs["auto"][1]
     )
-    times = ", ".join(f"{mode} {seconds:.0f} s" for mode, seconds in found.run_s.items())
-    print_progress(f"{case}: {times}, regret {found.regret:.3f}, ends {found.final_modes}")
+    print_progress(found.describe())
     return found
 
 
@@ -114,16 +124,22 @@ def _run_mode(case: ColocationCase, mode: str, steps: int) -> tuple[float, str]:
 
 
 def _build_workload(case: ColocationCase, steps: int) -> EmulatedWorkload:
-    """Return a job whose training on one worker takes 1 / ratio of its rollout on one engine."""
     job = EmulatedWorkload(
         workers=case.accelerators,
         steps=steps,
         log_sigma=constant_drift(0.4),
         engine_speed="50/8/4000",
     )
+    return set_training_speed(job, case.ratio, predict_rollout_s(job))
+
+
+def predict_rollout_s(job: EmulatedWorkload) -> float:
+    """Predict the seconds of a step's rollout on one engine."""
     pace = parse_engine_speed(job.engine_speed)
-    trajectories = job.groups_per_step * job.group_size
-    batches = max(1.0, trajectories / pace.plateau_batch)
-    rollout_s = sampled_tokens(job) * pace.decode_step_s * batches
-    tokens_per_s = trained_tokens(job) * case.ratio / rollout_s
-    return job.with_training_speed(f"{tokens_per_s:.0f}/50")
+    batches = max(1.0, job.groups_per_step * job.group_size / pace.plateau_batch)
+    return sampled_tokens(job) * pace.decode_step_s * batches
+
+
+def set_training_speed(job: EmulatedWorkload, ratio: float, rollout_s: float) -> EmulatedWorkload:
+    """Return a job whose training on one worker takes 1 / ratio of its rollout on one engine."""
+    return job.with_training_speed(f"{trained_tokens(job) * ratio / rollout_s:.0f}/50")
