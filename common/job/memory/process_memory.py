@@ -41,6 +41,7 @@ class ProcessMemory(MemoryKinds):
     count: int = 1
     least_cache: int = 0  # part of `cache` without which no sequence fits
     reserved: int = 0  # part of `activations` without which an engine refuses to start
+    update: int = 0  # part of `activations` that the optimizer's update needs
 
     @property
     def required_bytes(self) -> int:
@@ -50,13 +51,28 @@ class ProcessMemory(MemoryKinds):
     @property
     def least_bytes(self) -> int:
         """Bytes without which the process cannot run, even if activations are overestimated."""
-        excess = min(round(TOLERANCE * self.activations), self.activations - self.reserved)
-        return self.required_bytes - excess
+        return self.required_bytes - self.activations + self._least_activations
+
+    @property
+    def least_update_bytes(self) -> int:
+        """Bytes without which the optimizer cannot update, beside all other tensors."""
+        computed_bytes = min(self.update, self._least_activations)
+        return self.required_bytes - self.activations + computed_bytes
+
+    @property
+    def least_pass_bytes(self) -> int:
+        """Bytes without which a pass cannot run while the optimizer's moments are offloaded."""
+        return self.least_bytes - self.moments
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the state that a sleeping core offloads."""
         return self.masters + self.moments
+
+    @property
+    def _least_activations(self) -> int:
+        excess = min(round(TOLERANCE * self.activations), self.activations - self.reserved)
+        return self.activations - excess
 
 
 def describe_bytes(size_bytes: float) -> str:

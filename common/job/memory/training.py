@@ -175,6 +175,7 @@ def _plan_single_rank(model: TrainedModel) -> ProcessMemory:
         moments=FLOAT_BYTES * model.moments,
         gradients=gradients * FLOAT_BYTES * model.trained,
         activations=max(model.estimate_pass_bytes(), model.estimate_update_bytes(1)),
+        update=model.estimate_update_bytes(1),
         context=CONTEXT_BYTES[model.config.mesh.device],
     )
 
@@ -214,6 +215,7 @@ def _plan_sharded_rank(model: TrainedModel, max_unsharded_bytes: int) -> Process
         moments=FLOAT_BYTES * model.moments // ranks,
         gradients=sums + row,
         activations=max(0, peak - weights - sums - row),
+        update=model.estimate_update_bytes(ranks),
         context=CONTEXT_BYTES[model.config.mesh.device],
     )
 

@@ -79,7 +79,7 @@ class AcceleratorReservation:
             return
         context, instance = self._context, self.desired.instance
         try:
-            size_bytes = await context.gpu_memory.estimate_min_bytes(instance)
+            size_bytes = (await context.gpu_memory.estimate_bytes(instance)).total
             first_report = _current_report(instance, instance.reports, instance.ranks[0])
             # else it has the memory already
             if first_report is None or first_report.tier != Tier.ACCELERATOR:

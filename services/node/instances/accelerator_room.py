@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
 from meshrl.services.node.instances.desired_roles import DesiredRole
 
 
@@ -14,8 +15,10 @@ class AcceleratorRoom(Protocol):
     def is_limited(self) -> bool:
         """True if the accelerator's bytes are counted, so that room must be reserved."""
 
-    def reserve(self, desired: DesiredRole, size_bytes: int) -> bool:
+    def reserve(self, desired: DesiredRole, needed: SliceBytes) -> bool:
         """Return True once room is reserved for a process; False while others leave it.
+
+        The room is that of the process's largest function.
 
         The reservation ends when the process reports its bytes or exits. Call again until it is
         made.
@@ -35,7 +38,7 @@ class UncountedRoom:
 
     is_limited = False
 
-    def reserve(self, desired: DesiredRole, size_bytes: int) -> bool:
+    def reserve(self, desired: DesiredRole, needed: SliceBytes) -> bool:
         return True
 
     def cancel_reservation(self, name: str) -> None:

@@ -16,7 +16,7 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import jobs
 from meshrl.common.state.pool.demand.requirements import derive_requirements
 from meshrl.common.state.pool.demand.role_memory import derive_role_memory
-from meshrl.common.state.pool.scheduling.feasibility import estimate_accelerator_bytes
+from meshrl.common.state.pool.scheduling.feasibility import SliceBytes, estimate_slice_bytes
 from meshrl.common.state.pool.workers.rows import Instance
 from meshrl.services.node.instances.budgets import OverBudget
 
@@ -67,7 +67,9 @@ class GpuMemoryGuard:
         if not self._uuid:
             return
         # no process reports the context among its own bytes
-        needed_bytes = max(peak_bytes + self.context_bytes, await self.estimate_min_bytes(instance))
+        estimate = await self.estimate_bytes(instance)
+        min_bytes = estimate.largest if instance.time_sliced else estimate.total
+        needed_bytes = max(peak_bytes + self.context_bytes, min_bytes)
         memory = await self._mesh.host.run_blocking(
             _read_memory, self._uuid, deadline_s=DRIVER_TIMEOUT_S
         )
@@ -80,7 +82,7 @@ class GpuMemoryGuard:
                 fix="End processes that are not of this mesh; the worker retries",
             )
 
-    async def estimate_min_bytes(self, instance: Instance) -> int:
+    async def estimate_bytes(self, instance: Instance) -> SliceBytes:
         """Estimate an instance's minimum bytes on each of its workers from its job's model.
 
         They include `context_bytes`. Return these alone if the job is no longer in Redis.
@@ -88,12 +90,10 @@ class GpuMemoryGuard:
         try:
             row = await jobs.read_job(self._mesh.state, instance.job)
         except NotFound:
-            return self.context_bytes
+            return SliceBytes(*[self.context_bytes] * 3)
         memory = derive_role_memory(row.document, "cuda" if self._uuid else "cpu")
         requirements = replace(derive_requirements(row.document), memory=memory)
-        return estimate_accelerator_bytes(
-            instance.role, instance.core, len(instance.ranks), requirements
-        )
+        return estimate_slice_bytes(instance.role, instance.core, len(instance.ranks), requirements)
 
 
 def describe_holders(memory: DeviceMemory, worker_processes: Mapping[int, str]) -> str:

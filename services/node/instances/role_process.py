@@ -38,6 +38,7 @@ from meshrl.common.mesh.process.supervision.supervisor import (
 )
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
+from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
 from meshrl.common.state.pool.workers.rows import InstancePhase, Tier, TierBytes
 from meshrl.services.node.instances.accelerator_room import AcceleratorRoom, UncountedRoom
 from meshrl.services.node.instances.budgets import Budgets, OverBudget
@@ -143,7 +144,7 @@ class RoleProcess(SupervisorHooks):
         self._reached: tuple[Tier, bool, int] | None = None  # tier, time-sliced, epoch
         self._tier_task: asyncio.Task[None] | None = None
         self.is_moving = False  # the whole process changes its tier
-        self._room_bytes = 0  # estimate of its accelerator bytes; 0: not estimated yet
+        self._estimate: SliceBytes | None = None  # of its accelerator bytes; None: not yet
         self._retry_at = 0.0  # when a rejected or failed move is retried
         self._reported_rejection: tuple[InstancePhase, type[MeshError]] | None = (
             None  # the report on record
@@ -266,10 +267,11 @@ class RoleProcess(SupervisorHooks):
         if not is_shared or not context.room.is_limited:
             return True
         peak_bytes = context.budgets.get_peak_accelerator_bytes(self.name)
-        if not self._room_bytes:
-            estimate = await context.gpu_memory.estimate_min_bytes(instance)
-            self._room_bytes = max(1, estimate - context.gpu_memory.context_bytes)
-        return context.room.reserve(self.desired, max(self._room_bytes, peak_bytes))
+        if self._estimate is None:
+            self._estimate = await context.gpu_memory.estimate_bytes(instance)
+        context_bytes = context.gpu_memory.context_bytes
+        needs = (max(1, size - context_bytes, peak_bytes) for size in self._estimate)
+        return context.room.reserve(self.desired, SliceBytes(*needs))
 
     async def _check_gpu_memory(self) -> None:
         """Raise GpuMemoryFull if other programs have the memory that the process needs."""

@@ -23,6 +23,7 @@ from meshrl.common.base.errors import DeadlineExceeded, NotFound, PeerLost, Stor
 from meshrl.common.hardware.gpus.nvml import GpuLost, GpuQueryFailed, NoDriver
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.serial_executor import consume_exception
+from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
 from meshrl.common.state.pool.workers.rows import TensorKind, Tier, TierBytes
 from meshrl.services.node.instances.budgets import Budgets
 from meshrl.services.node.instances.desired_roles import DesiredRole
@@ -95,7 +96,9 @@ class ResidencyManager:
         self._orders: dict[tuple[str, bool], _Order] = {}  # by ticket and prefetch
         self._write_back_task: asyncio.Task[None] | None = None
         self._holder = ""  # instance of the last order: it may compute
-        self._needed_bytes: dict[str, int] = {}  # by instance: of its tensors and its computation
+        self._needed: dict[str, SliceBytes] = {}  # by instance
+        # by instance: kinds of its last order, with which it computes; empty: unknown, or all
+        self._ordered_kinds: dict[str, Sequence[str]] = {}
         self._rooms = StartRooms(mesh, self)
 
     async def __aenter__(self) -> Self:
@@ -128,6 +131,8 @@ class ResidencyManager:
             NotFound: No process of this generation of the instance runs here.
             MeshError: The instance's process has failed to load its kinds.
         """
+        if not order.prefetch:
+            self._ordered_kinds[order.instance] = order.kinds
         if self._is_resident(order):
             return self._complete(order, [])
         key = order.ticket, order.prefetch
@@ -176,8 +181,10 @@ class ResidencyManager:
                 used_bytes = self._budgets.get_usage(process.name).accelerator
                 size_bytes = {str(TensorKind.PARAMETERS): max(1, used_bytes)}
                 instances.append(InstanceResidency(instance, generation, {}, size_bytes, []))
-        working_bytes = max((self._compute_working_bytes(one) for one in known), default=0)
+        working_bytes = max((self._compute_working_bytes(one, ()) for one in known), default=0)
         fits_together = self._has_free_room(working_bytes)
+        if fits_together and not any(place.missing_bytes for place in self._table.places):
+            self._ordered_kinds.clear()  # the next slices need no order
         budget = self.accelerator_budget
         return ResidencyState(budget, instances, self.copy_rates, fits_together)
 
@@ -206,9 +213,10 @@ class ResidencyManager:
         """True if the accelerator's bytes are counted."""
         return bool(self.accelerator_budget)
 
-    def reserve(self, desired: DesiredRole, size_bytes: int) -> bool:
+    def reserve(self, desired: DesiredRole, needed: SliceBytes) -> bool:
         """Reserve room for a process; see `AcceleratorRoom`."""
-        self._needed_bytes[desired.instance.id] = size_bytes
+        self._needed[desired.instance.id] = needed
+        size_bytes = needed.largest
         if not self.is_limited:
             return True
         if self._rooms.is_pending(desired.name):
@@ -405,7 +413,10 @@ class ResidencyManager:
     ) -> ResidencySnapshot:
         """Return the state to plan from; `computing` instances need room beside their kinds."""
         budgets, other_bytes = self._budgets.limits, self._table.sum_other_bytes()
-        working_bytes = sum(map(self._compute_working_bytes, {*computing}))
+        working_bytes = sum(
+            self._compute_working_bytes(one, self._ordered_kinds.get(one, ()))
+            for one in {*computing}
+        )
         other_bytes = replace(other_bytes, accelerator=other_bytes.accelerator + working_bytes)
         moving = {one.process_key[0] for one in self._table.processes if one.is_moving}
         return ResidencySnapshot(
@@ -418,13 +429,17 @@ class ResidencyManager:
             frozenset(full_tiers),
         )
 
-    def _compute_working_bytes(self, instance: str) -> int:
-        """Return the bytes that an instance needs to compute, beside its kinds; 0: unknown."""
-        entry = self._table.find(instance)
-        if entry is None:
+    def _compute_working_bytes(self, instance: str, kinds: Sequence[str]) -> int:
+        """Return the bytes that an instance needs to compute with these kinds; 0: unknown.
+
+        Functions with the optimizer's state update it, load it or save it, and compute no passes.
+        """
+        entry, needed = self._table.find(instance), self._needed.get(instance)
+        if entry is None or needed is None:
             return 0
         kind_bytes = sum(place.size_bytes for place in entry.places.values())
-        return max(0, self._needed_bytes.get(instance, 0) - kind_bytes)
+        needed_bytes = needed.update if TensorKind.OPTIMIZER in kinds else needed.total
+        return max(0, needed_bytes - kind_bytes)
 
     def _is_resident(self, order: PrepareResidency) -> bool:
         """Return True if nothing has to move, and no move in progress touches the instance."""
@@ -441,7 +456,7 @@ class ResidencyManager:
             for place in entry.places.values()
             if not order.kinds or place.kind in order.kinds
         )
-        working_bytes = self._compute_working_bytes(order.instance)
+        working_bytes = self._compute_working_bytes(order.instance, order.kinds)
         return not is_missing and self._has_free_room(working_bytes)
 
     def _complete(self, request: PrepareResidency, moves: list[KindMove]) -> ResidencyReport:

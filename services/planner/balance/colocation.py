@@ -14,7 +14,7 @@ from dataclasses import replace
 from meshrl.common.state.pool.demand.measurements import parse_accelerator_kind
 from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.scheduling.decisions import Rationale
-from meshrl.common.state.pool.scheduling.feasibility import list_slice_bytes
+from meshrl.common.state.pool.scheduling.feasibility import count_shared_bytes, list_slice_bytes
 from meshrl.common.state.pool.workers.rows import Tier, WorkerRow
 from meshrl.services.planner.balance.split_state import SplitState
 from meshrl.services.planner.balance.trials import COLOCATED, SPLIT
@@ -34,20 +34,20 @@ def apply_mode(draft: PoolDraft, job: PlannedJob, state: SplitState | None) -> P
         return job
     core = draft.get_instances(job.id).core
     workers = [draft.workers[worker] for worker in core.workers] if core is not None else []
-    switch_s = predict_switch_s(workers, list_slice_bytes(job.requirements))
+    switch_s = predict_switch_s(workers, count_shared_bytes(list_slice_bytes(job.requirements)))
     job = replace(job, slice_switch_s=job.slice_switch_s or switch_s)
     if job.requirements.colocate != "auto" or state is None or not state.is_colocated:
         return job
     return replace(job, requirements=replace(job.requirements, colocate="always"))
 
 
-def predict_switch_s(workers: Sequence[WorkerRow], slice_bytes: Sequence[int]) -> float:
+def predict_switch_s(workers: Sequence[WorkerRow], needed_bytes: int) -> float:
     """Predict the seconds of a switch between slices: bytes beyond the accelerator's budget leave,
     and as many arrive, at the rates that the worker has measured.
     """
     longest_s = 0.0
     for worker in workers:
-        excess = sum(slice_bytes) - worker.budget.accelerator
+        excess = needed_bytes - worker.budget.accelerator
         if worker.budget.accelerator and excess > 0:
             is_cpu = parse_accelerator_kind(worker.accelerator).lower() == "cpu"
             assumed = CPU_COPY_BYTES_PER_S if is_cpu else GPU_COPY_BYTES_PER_S

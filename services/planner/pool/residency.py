@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshrl.common.state.pool.scheduling.feasibility import (
-    estimate_accelerator_bytes,
+    SliceBytes,
     estimate_offload_bytes,
+    estimate_slice_bytes,
     explain_no_residency,
 )
 from meshrl.services.planner.pool.draft import PoolDraft
 
 
 def explain_no_slice_room(
-    draft: PoolDraft, worker: str, needs_by_job: Mapping[str, Sequence[int]]
+    draft: PoolDraft, worker: str, needs_by_job: Mapping[str, Sequence[SliceBytes]]
 ) -> str:
     """Return why instances of jobs do not fit on a worker; empty if they fit.
 
@@ -34,9 +35,7 @@ def explain_no_slice_room(
             continue
         if seated.is_awake:
             ranks = len(instance.ranks)
-            slices.append(
-                estimate_accelerator_bytes(instance.role, instance.core, ranks, requirements)
-            )
+            slices.append(estimate_slice_bytes(instance.role, instance.core, ranks, requirements))
         else:
             asleep += estimate_offload_bytes(instance, requirements)
     return explain_no_residency(draft.workers[worker].budget, slices, asleep)

@@ -22,7 +22,7 @@ from meshrl.common.state.pool.scheduling.decisions import (
     SetBlockReason,
 )
 from meshrl.common.state.pool.scheduling.feasibility import (
-    estimate_accelerator_bytes,
+    estimate_slice_bytes,
     explain_no_residency,
 )
 from meshrl.common.state.pool.scheduling.snapshot import PoolHost, PoolSnapshot
@@ -297,8 +297,7 @@ def check_time_sliced(
     needs = {one.id: one.requirements for one in snapshot.jobs}
     if jobs <= needs.keys():
         slices = [
-            estimate_accelerator_bytes(r.role, r.core, len(r.ranks), needs[r.job])
-            for r in instances
+            estimate_slice_bytes(r.role, r.core, len(r.ranks), needs[r.job]) for r in instances
         ]
         assert not explain_no_residency(worker.budget, slices)
 

@@ -14,10 +14,13 @@ from meshrl.common.state.pool.demand.requirements import derive_requirements, sh
 from meshrl.common.state.pool.demand.role_memory import RoleMemory
 from meshrl.common.state.pool.scheduling.decisions import ReportMoveOutcome
 from meshrl.common.state.pool.scheduling.feasibility import (
+    SliceBytes,
+    count_shared_bytes,
+    estimate_slice_bytes,
     explain_infeasible,
     explain_no_residency,
 )
-from meshrl.common.state.pool.workers.rows import Tier, TierBytes
+from meshrl.common.state.pool.workers.rows import Role, Tier, TierBytes
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.services.planner.balance.colocation import predict_switch_s
 from meshrl.services.planner.forecast.step_quantities import (
@@ -125,13 +128,42 @@ def test_always_is_rejected_where_it_can_never_hold() -> None:
     assert "500 bytes" in explain_infeasible(always, full, PoolSettings())
 
 
-def test_residency_needs_the_largest_slice_and_space_for_all() -> None:
+def whole(size_bytes: int) -> SliceBytes:
+    return SliceBytes(size_bytes, size_bytes, size_bytes)
+
+
+def test_residency_needs_the_largest_function_and_space_for_all() -> None:
     budget = TierBytes(accelerator=100, memory=50, disk=50)
-    assert explain_no_residency(budget, [100, 100]) == ""
-    assert "101 bytes" in explain_no_residency(budget, [101])
-    assert "201 bytes" in explain_no_residency(budget, [100, 100], 1)
-    assert explain_no_residency(replace(budget, disk=0), [100, 100, 100]) == ""
-    assert explain_no_residency(TierBytes(), [1 << 50, 1 << 50]) == ""
+    assert explain_no_residency(budget, [whole(100), whole(100)]) == ""
+    assert "101 bytes" in explain_no_residency(budget, [whole(101)])
+    assert "201 bytes" in explain_no_residency(budget, [whole(100), whole(100)], 1)
+    assert explain_no_residency(replace(budget, disk=0), [whole(100)] * 3) == ""
+    assert explain_no_residency(TierBytes(), [whole(1 << 50), whole(1 << 50)]) == ""
+    # a pass takes 40 beside 80 of tensors, 30 of which are the optimizer's; an update takes 5
+    core = SliceBytes(total=120, largest=90, update=85)
+    assert explain_no_residency(budget, [core]) == ""
+    assert explain_no_residency(budget, [core, whole(80)]) == "", "two cores never compute at once"
+    assert count_shared_bytes([core, core]) == 85 + 85 + 35
+    assert "205 bytes" in explain_no_residency(budget, [core, core])
+
+
+def test_core_needs_its_largest_function_in_time_slices() -> None:
+    memory = RoleMemory(core=120, core_pass=90, core_update=85, engines={1: 60})
+    requirements = job(memory=memory).requirements
+    assert estimate_slice_bytes(Role.TRAINING, True, 1, requirements) == (120, 90, 85)
+    assert estimate_slice_bytes(Role.ROLLOUT, False, 1, requirements) == whole(60)
+    unknown = job(memory=RoleMemory(core=120)).requirements
+    assert estimate_slice_bytes(Role.TRAINING, True, 1, unknown) == whole(120)
+
+
+def test_job_colocates_where_its_largest_function_fits() -> None:
+    memory = RoleMemory(core=120, core_pass=90, core_update=85, engines={1: 60})
+    budget = TierBytes(accelerator=120, memory=40, disk=20)
+    workers = [replace(worker, budget=budget) for worker in pool([1]).workers]
+    fits = job(colocate="always", memory=memory).requirements
+    assert explain_infeasible(fits, workers, PoolSettings()) == ""
+    larger = replace(fits, memory=replace(memory, engines={1: 61}))
+    assert "181 bytes" in explain_infeasible(larger, workers, PoolSettings())
 
 
 # -- the planner's choice --------------------------------------------------------------------------
@@ -186,15 +218,15 @@ def test_planner_changes_no_mode_that_the_job_file_sets(colocate: str) -> None:
 
 def test_switches_between_slices_take_the_time_of_the_bytes_that_do_not_fit() -> None:
     [worker] = pool([1]).workers
-    assert predict_switch_s([worker], [1 << 40, 1 << 40]) == 0.0
+    assert predict_switch_s([worker], 1 << 41) == 0.0
     small = replace(worker, budget=TierBytes(accelerator=1_000_000_000))
-    assert predict_switch_s([small], [800_000_000, 700_000_000]) == pytest.approx(1.0)
+    assert predict_switch_s([small], 1_500_000_000) == pytest.approx(1.0)
     gpu = replace(small, accelerator="cuda:0 NVIDIA H200")
-    assert predict_switch_s([gpu], [800_000_000, 700_000_000]) == pytest.approx(1 / 12)
+    assert predict_switch_s([gpu], 1_500_000_000) == pytest.approx(1 / 12)
     measured = replace(small, copy_rates={"accelerator>memory": 2.5e8})
-    assert predict_switch_s([measured], [800_000_000, 700_000_000]) == pytest.approx(2.5)
+    assert predict_switch_s([measured], 1_500_000_000) == pytest.approx(2.5)
     both = replace(measured, copy_rates={**measured.copy_rates, "memory>accelerator": 5e8})
-    assert predict_switch_s([gpu, both], [800_000_000, 700_000_000]) == pytest.approx(3.0)
+    assert predict_switch_s([gpu, both], 1_500_000_000) == pytest.approx(3.0)
 
 
 def test_colocated_step_is_serial_on_shared_workers() -> None:

@@ -17,7 +17,10 @@ from meshrl.common.model.architecture.config import ModelConfig
 MAX_CACHED_JOBS = 256
 MAX_LAYERS = 10_000  # a description may come from another user
 # Tables that the memory depends on.
-TABLES = ("mesh", "model", "models", "rollout", "training", "algorithm", "optimizer", "lora")
+TABLES = (
+    *("mesh", "model", "models", "rollout", "training", "algorithm", "optimizer", "lora"),
+    "warm_start",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,9 @@ class RoleMemory:
     """Minimum bytes of each worker's accelerator by role; 0: unknown."""
 
     core: int = 0  # of each rank; if experts have ranks of their own, of the smaller kind
+    # of each rank by function, in time slices; 0: as `core`
+    core_pass: int = 0  # of a pass, without the optimizer's moments
+    core_update: int = 0  # of the optimizer's update, with all tensors
     core_state: int = 0  # of all ranks together, while they are offloaded
     hybrid: int = 0
     scoring: int = 0
@@ -62,7 +68,11 @@ def _plan_described_models(tables: dict[str, Any], described: Mapping[str, Any])
     assert plan.hybrid is not None
     degrees = config.rollout.tensor_parallel
     engines = {d: plan_engine(config, models.trained, 1, d).least_bytes for d in degrees}
+    # A warm start computes passes beside the moments, and ranks of two kinds have different bytes.
+    is_split = len(plan.core) == 1 and not config.warm_start.demonstrations
     return RoleMemory(
+        core_pass=plan.core[0].least_pass_bytes if is_split else 0,
+        core_update=plan.core[0].least_update_bytes if is_split else 0,
         core=0 if config.training.zebra.auto else min(one.least_bytes for one in plan.core),
         core_state=sum(one.count * one.state_bytes for one in plan.core),
         hybrid=plan.hybrid.least_bytes,

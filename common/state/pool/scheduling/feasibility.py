@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from meshrl.common.job.memory.process_memory import describe_bytes
 from meshrl.common.state.pool.demand.requirements import JobRequirements
@@ -30,6 +31,30 @@ def estimate_accelerator_bytes(
     return memory.scoring if role == Role.SCORING else 0
 
 
+class SliceBytes(NamedTuple):
+    """Bytes of an instance on each worker's accelerator, in time slices."""
+
+    total: int  # all its tensors, and what it computes beside them
+    largest: int  # kinds of its largest function, and what this computes beside them
+    update: int  # all its tensors, and what an update of the optimizer computes beside them
+
+
+def estimate_slice_bytes(
+    role: Role, core: bool, ranks: int, requirements: JobRequirements
+) -> SliceBytes:
+    """Return the bytes of such an instance in time slices; 0: unknown."""
+    total, memory = estimate_accelerator_bytes(role, core, ranks, requirements), requirements.memory
+    if role != Role.TRAINING or not core or not memory.core_update:
+        return SliceBytes(total, total, total)
+    return SliceBytes(total, max(memory.core_pass, memory.core_update), memory.core_update)
+
+
+def count_shared_bytes(slices: Sequence[SliceBytes]) -> int:
+    """Return the bytes of all tensors of instances that share a worker, while one computes."""
+    computed_bytes = max((one.total - one.update for one in slices), default=0)
+    return sum(one.update for one in slices) + computed_bytes
+
+
 def estimate_offload_bytes(instance: Instance, requirements: JobRequirements) -> int:
     """Return the bytes of each worker's memory or disk that an offloaded core takes.
 
@@ -52,15 +77,18 @@ def has_room(budget: TierBytes, tier: Tier, used_bytes: int, needed_bytes: int) 
     return not limit or used_bytes + needed_bytes <= limit
 
 
-def explain_no_residency(budget: TierBytes, slice_bytes: Sequence[int], rest_bytes: int = 0) -> str:
+def explain_no_residency(
+    budget: TierBytes, slices: Sequence[SliceBytes], rest_bytes: int = 0
+) -> str:
     """Return why instances cannot share a worker's accelerator by time slices; empty if they can.
 
-    `slice_bytes` has the bytes that the slices of each instance need on the accelerator. Only one
-    instance has a slice at a time, and its worker moves the others' tensors to memory and disk: the
-    accelerator must hold the largest, and the three budgets together must hold all. `rest_bytes`
-    is already offloaded there by others. A budget or need of 0 is unlimited, or unknown.
+    Only one function of one instance has a slice at a time, and its worker moves all other kinds to
+    memory and disk: the accelerator must hold the largest function, and the three budgets together
+    must hold all tensors. `rest_bytes` is already offloaded there by others. A budget or need of 0
+    is unlimited, or unknown.
     """
-    largest, total = max(slice_bytes, default=0), sum(slice_bytes) + rest_bytes
+    largest = max((one.largest for one in slices), default=0)
+    total = count_shared_bytes(slices) + rest_bytes
     if budget.accelerator and largest > budget.accelerator:
         return (
             f"a slice needs {describe_bytes(largest)} of accelerator memory, and the worker has "
@@ -75,10 +103,10 @@ def explain_no_residency(budget: TierBytes, slice_bytes: Sequence[int], rest_byt
     return ""
 
 
-def list_slice_bytes(requirements: JobRequirements) -> list[int]:
+def list_slice_bytes(requirements: JobRequirements) -> list[SliceBytes]:
     """Return the bytes that a core's rank and an engine beside it need for their time slices."""
-    core = estimate_accelerator_bytes(Role.TRAINING, True, requirements.ranks, requirements)
-    engine = estimate_accelerator_bytes(Role.ROLLOUT, False, 1, requirements)
+    core = estimate_slice_bytes(Role.TRAINING, True, requirements.ranks, requirements)
+    engine = estimate_slice_bytes(Role.ROLLOUT, False, 1, requirements)
     return [core, engine] if requirements.needs_rollout else [core]
 
 

@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from meshrl.common.base.errors import MeshError, NotFound, StorageFull
-from meshrl.common.state.pool.workers.rows import Tier, TierBytes
+from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
+from meshrl.common.state.pool.workers.rows import Instance, Role, Tier, TierBytes
+from meshrl.services.node.instances.desired_roles import DesiredRole
 from meshrl.services.node.instances.gpu_memory import GpuMemoryFull
 from meshrl.services.node.residency.kind_moves import MIN_MOVE_TIMEOUT_S
 from tests.unit.node.residency.virtual_roles import World, in_world, run_story
@@ -64,6 +66,23 @@ async def test_only_the_requested_kinds_are_loaded(world: World) -> None:
     report = await world.prepare("a", "parameters")
     assert [m.kind for m in report.moves if m.instance == "a"] == ["parameters"]
     assert set(a.buffers[Tier.ACCELERATOR]) == {"parameters"}
+
+
+@in_world(TierBytes(accelerator=110))
+async def test_each_function_has_room_for_its_kinds_and_what_it_computes(world: World) -> None:
+    """All kinds take 100 bytes. A pass computes with 30 beside them, an update with 5."""
+    role = DesiredRole("g0", Instance("a", "job", Role.ROLLOUT), 0, "worker/w0")
+    assert world.residency.reserve(role, SliceBytes(total=130, largest=105, update=105))
+    a = await world.start("a")
+    for _ in range(2):
+        await world.prepare("a", "parameters", "gradients")
+        assert set(a.buffers[Tier.ACCELERATOR]) == {"parameters", "gradients"}
+        await world.prepare("a", "parameters", "gradients", "optimizer")
+        assert set(a.buffers[Tier.ACCELERATOR]) == set(a.sizes)
+        assert not world.residency.state().fits_together, "a pass needs an order"
+    await world.prepare("a", "parameters")
+    with pytest.raises(GpuMemoryFull, match="60 bytes of the accelerator"):
+        await world.prepare("a")  # an unknown function
 
 
 @in_world(BUDGET)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import Gang, InstancePhase, Role, Tier, TierBytes
 from meshrl.services.node.instances.desired_roles import DesiredRole
@@ -107,7 +108,7 @@ def test_rank_that_starts_alone_acquires_a_time_slice_of_its_own() -> None:
         role = DesiredRole("g0", core, 0, "worker/w0")
         residency = shared.worker.residency
         began = shared.clock.monotonic()
-        while not residency.reserve(role, 61):
+        while not residency.reserve(role, SliceBytes(61, 61, 61)):
             await shared.clock.sleep(0.1)
         assert shared.clock.monotonic() - began >= FIRST_RANK_TIMEOUT_S
         assert shared.tiers.used[Tier.ACCELERATOR] <= 99

@@ -198,6 +198,14 @@ def test_least_bytes_have_one_sequence_of_cache_and_the_tolerance() -> None:
     assert replace(found, reserved=90).least_bytes == 1110, "an engine refuses to start without"
 
 
+def test_functions_of_a_core_need_less_than_the_core() -> None:
+    core = ProcessMemory(
+        process="core", masters=100, moments=200, gradients=100, activations=200, update=50
+    )
+    assert (core.least_bytes, core.least_pass_bytes, core.least_update_bytes) == (570, 370, 450)
+    assert replace(core, update=200).least_update_bytes == core.least_bytes
+
+
 def test_engine_of_a_gpu_reserves_attention_scores() -> None:
     rollout = {"max_tokens": 32_768, "slots": 64, "dtype": "bfloat16"}
     for engine, scores in (("torch", 32 * 32_768 * 512 * 8), ("sglang", 0)):
@@ -249,11 +257,17 @@ def test_admission_uses_the_same_bytes() -> None:
     engines = {n: generation.plan_engine(config, QWEN3_8B, 1, n).least_bytes for n in (1, 2)}
     assert found == RoleMemory(
         core=core.least_bytes,
+        core_pass=core.least_bytes - core.moments,
+        core_update=core.least_update_bytes,
         core_state=core.masters + core.moments,
         hybrid=training.plan_hybrid(config, QWEN3_8B, 1).least_bytes,
         engines=engines,
     )
     assert derive_role_memory(document).core < found.core, "a CPU has no context"
+    assert core.gradients + core.moments < found.core_update < found.core
+    warm = document | {"warm_start": document["warm_start"] | {"demonstrations": "a:b"}}
+    assert derive_role_memory(warm, "cuda").core == found.core
+    assert not derive_role_memory(warm, "cuda").core_update, "it trains beside the moments"
 
 
 @pytest.mark.parametrize(
