@@ -10,12 +10,6 @@ from dataclasses import replace
 import pytest
 
 from meshrl.common.base.errors import Refused
-from meshrl.common.state.pool.demand.profiles import (
-    FunctionProfile,
-    Profile,
-    ProfileKey,
-    TimeStatistics,
-)
 from meshrl.common.state.pool.store import profile_rows
 from meshrl.common.state.pool.store.profile_rows import (
     ProfileRow,
@@ -27,8 +21,8 @@ from meshrl.common.state.pool.store.profile_rows import (
     restore_profiles,
 )
 from meshrl.common.state.redis.client import StateClient
+from tests.profiles import KEY, make_profile
 
-KEY = ProfileKey("engine", "llama 2x64 100", "grpo", "ab", 320, "cpu", 1)
 ops = (f"op{number}" for number in itertools.count())
 
 
@@ -36,16 +30,9 @@ def make_op() -> str:
     return next(ops)
 
 
-def make_batch(*seconds: float, function: str = "generate") -> Profile:
-    durations = TimeStatistics()
-    for one in seconds:
-        durations.add(one)
-    return {function: FunctionProfile(durations, bytes_by_kind={"parameters": 5})}
-
-
 async def test_written_profile_is_read_back(state: StateClient) -> None:
     assert await read_profile(state, KEY) == ProfileRow(KEY, {})
-    written = await add_to_profile(state, ProfileRow(KEY, {}), make_batch(0.25, 0.5), make_op)
+    written = await add_to_profile(state, ProfileRow(KEY, {}), make_profile(0.25, 0.5), make_op)
     read = await read_profile(state, KEY)
     assert (read.profile, read.revision) == (written.profile, 1)
     assert read.profile["generate"].durations.max_s == 0.5
@@ -55,7 +42,7 @@ async def test_written_profile_is_read_back(state: StateClient) -> None:
 async def test_two_processes_of_a_kind_add_to_one_profile(state: StateClient) -> None:
     async def write(row: ProfileRow, function: str) -> ProfileRow:
         for _ in range(4):
-            row = await add_to_profile(state, row, make_batch(1.0, function=function), make_op)
+            row = await add_to_profile(state, row, make_profile(1.0, function=function), make_op)
         return row
 
     started = await read_profile(state, KEY)
@@ -70,7 +57,7 @@ async def test_two_processes_of_a_kind_add_to_one_profile(state: StateClient) ->
 
 async def test_repeated_write_after_a_lost_reply_counts_once(state: StateClient) -> None:
     for _ in range(2):  # the process has not seen the first reply
-        row = await add_to_profile(state, ProfileRow(KEY, {}), make_batch(1.0), lambda: "same")
+        row = await add_to_profile(state, ProfileRow(KEY, {}), make_profile(1.0), lambda: "same")
     assert (await read_profile(state, KEY)).revision == row.revision == 1
 
 
@@ -79,11 +66,11 @@ async def test_profiles_of_a_lost_redis_are_restored_and_newer_ones_stay(
 ) -> None:
     other = replace(KEY, ranks=2)
     for key in (KEY, other):
-        await add_to_profile(state, ProfileRow(key, {}), make_batch(1.0), make_op)
+        await add_to_profile(state, ProfileRow(key, {}), make_profile(1.0), make_op)
     saved = await dump_profiles(state)
     assert [row.revision for row in decode_profiles(saved)] == [1, 1]
     await state.run_command("FLUSHALL")
-    await add_to_profile(state, ProfileRow(KEY, {}), make_batch(9.0), make_op)
+    await add_to_profile(state, ProfileRow(KEY, {}), make_profile(9.0), make_op)
     assert await restore_profiles(state, saved, make_op) == 1
     longest = {
         row.key.ranks: row.profile["generate"].durations.max_s for row in await read_profiles(state)
@@ -96,8 +83,8 @@ async def test_profiles_of_a_lost_redis_are_restored_and_newer_ones_stay(
 async def test_writer_adds_only_its_samples_after_redis_lost_the_profile(
     state: StateClient,
 ) -> None:
-    row = ProfileRow(KEY, make_batch(7.0), revision=5)
-    row = await add_to_profile(state, row, make_batch(1.0), make_op)
+    row = ProfileRow(KEY, make_profile(7.0), revision=5)
+    row = await add_to_profile(state, row, make_profile(1.0), make_op)
     assert (row.revision, row.profile["generate"].durations.max_s) == (1, 1.0)
 
 
@@ -120,6 +107,6 @@ async def test_writer_gives_up_if_others_write_all_the_time(
     state: StateClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile_rows, "MAX_TRIES", 1)
-    await add_to_profile(state, ProfileRow(KEY, {}), make_batch(1.0), make_op)
+    await add_to_profile(state, ProfileRow(KEY, {}), make_profile(1.0), make_op)
     with pytest.raises(Refused, match="changed during 1 writes"):
-        await add_to_profile(state, ProfileRow(KEY, {}), make_batch(1.0), make_op)
+        await add_to_profile(state, ProfileRow(KEY, {}), make_profile(1.0), make_op)

@@ -13,15 +13,10 @@ from meshrl.common.base.errors import NotFound
 from meshrl.common.base.files import documents
 from meshrl.common.base.files.sealed_documents import encode_sealed
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.common.state.pool.demand.profiles import (
-    FunctionProfile,
-    ProfileKey,
-    TimeStatistics,
-    encode_profile,
-)
+from meshrl.common.state.pool.demand.profiles import encode_profile
 from meshrl.directory.directory_paths import MeshPaths
+from tests.profiles import KEY, make_profile
 
-KEY = ProfileKey("engine", "llama 2x64 100", "grpo", "abcdef0123456789", 320, "cpu", 1)
 TRAINER = replace(KEY, role="trainer", dataset="", ranks=2)
 
 
@@ -34,12 +29,7 @@ def mesh(tmp_path: Path) -> MeshPaths:
 
 
 def save_profiles(mesh: MeshPaths) -> None:
-    durations = TimeStatistics()
-    for seconds in (0.25, 0.25, 4.0):
-        durations.add(seconds)
-    profile = encode_profile(
-        {"generate": FunctionProfile(durations, bytes_by_kind={"kv_cache": 9})}
-    )
+    profile = encode_profile(make_profile(0.25, 0.25, 4.0, kv_cache=9))
     rows = {
         key.encode(): json.dumps({"revision": 1, "written_ms": 5, "profile": profile})
         for key in (KEY, TRAINER)

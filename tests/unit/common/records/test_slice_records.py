@@ -20,16 +20,15 @@ from meshrl.common.mesh.instances.time_slices import SliceClient, UsedSlice
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.records.line_files import TraceWriter
 from meshrl.common.records.slice_records import WRITE_INTERVAL_S, SliceRecorder
-from meshrl.common.state.pool.demand.profiles import ProfileKey
 from meshrl.common.state.pool.store.profile_rows import read_profile
 from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.state.redis.client import StateClient
 from meshrl.sim.redis.simulated_state import open_simulated_state_as
 from meshrl.sim.virtual_loop import VirtualClock
 from tests.meshes import alone
+from tests.profiles import KEY
 from tests.simulated_host import SimulatedHost, virtual
 
-KEY = ProfileKey("engine", "llama 2x64 100", "grpo", "ab", 320, "cpu", 1)
 PLACEMENT = Placement("g0", "g0.1", "tiny", 1)
 
 

@@ -9,25 +9,14 @@ from meshrl.common.base.files import documents
 from meshrl.common.base.files.corruption import CORRUPTION_EVENT
 from meshrl.common.base.random import Random
 from meshrl.common.state import events
-from meshrl.common.state.pool.demand.profiles import (
-    FunctionProfile,
-    Profile,
-    ProfileKey,
-    TimeStatistics,
-)
 from meshrl.common.state.pool.store.profile_rows import ProfileRow, add_to_profile, read_profiles
 from meshrl.common.state.redis.client import StateClient
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.launch.head.profile_file import SAVE_INTERVAL_S, ProfileFile
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.sim.virtual_loop import VirtualClock
+from tests.profiles import KEY, make_profile
 from tests.simulated_host import SimulatedHost, virtual
-
-KEY = ProfileKey("trainer", "llama 2x64 100", "grpo", "ab", 320, "cpu", 1)
-
-
-def make_batch(seconds: float) -> Profile:
-    return {"save": FunctionProfile(TimeStatistics(1.0, seconds, seconds, {9: 1.0}))}
 
 
 def make_file(paths: MeshPaths, clock: VirtualClock, random: Random) -> ProfileFile:
@@ -37,11 +26,11 @@ def make_file(paths: MeshPaths, clock: VirtualClock, random: Random) -> ProfileF
 async def add(state: StateClient, seconds: float) -> None:
     known = [row for row in await read_profiles(state) if row.key == KEY]
     row = known[0] if known else ProfileRow(KEY, {})
-    await add_to_profile(state, row, make_batch(seconds), lambda: f"op {seconds}")
+    await add_to_profile(state, row, make_profile(seconds), lambda: f"op {seconds}")
 
 
 async def read_longest_s(state: StateClient) -> list[float]:
-    return [row.profile["save"].durations.max_s for row in await read_profiles(state)]
+    return [row.profile["generate"].durations.max_s for row in await read_profiles(state)]
 
 
 @virtual
