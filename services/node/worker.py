@@ -73,7 +73,7 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
         self.instances = WorkerInstances(
             replace(context, room=self.residency),
             self._invalidate_record,
-            lambda instance: self.slice_scheduler.release_instance(instance),
+            self._release_instance,
         )
         self.slice_scheduler = SliceScheduler(mesh, row.id, self.instances.kill, self.residency)
         self.segments = context.segments
@@ -92,6 +92,11 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
             used_bytes=self._budgets.stats(),
             instances=self.instances.stats(),
         )
+
+    def _release_instance(self, instance: str) -> None:
+        """End what waits for an instance's process, which has exited."""
+        self.residency.release_instance(instance)
+        self.slice_scheduler.release_instance(instance)
 
     @cast(Worker.notify_change)
     def notify_change(self, hint: ChangeHint) -> None:

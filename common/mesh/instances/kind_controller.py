@@ -109,7 +109,9 @@ class KindController:
         self._record = OffloadStorage(mesh, *targets)  # of the whole state, see `save_record`
         self._lock = asyncio.Lock()  # a move is in progress
         self._user_count = 0  # pieces that compute with the tensors
-        self.is_asleep = False  # the process moves or has moved as a whole
+        # The process moves or has moved as a whole. Until it does, a piece that it waits for may
+        # need orders.
+        self.is_asleep = False
         self.loss: CorruptData | None = None  # reason that the tensors have no valid content
         self._last_order: MoveKinds | None = None
         self._last_number = 0
@@ -316,13 +318,15 @@ class KindController:
     # -- the whole process -----------------------------------------------------------------------
 
     async def write_back(self, tier: Tier) -> None:
-        """Ensure an equal copy of every kind at a tier."""
+        """Ensure an equal copy of every kind at a tier, as the process falls asleep."""
+        self.is_asleep = True
         async with self._lock:
             for kind in self._kinds.values():
                 await self._write_back(kind, tier, Cancellation())
 
     async def offload(self, tier: Tier) -> None:
-        """Move every kind to a tier."""
+        """Move every kind to a tier, as the process falls asleep."""
+        self.is_asleep = True
         async with self._lock:
             for kind in self._kinds.values():
                 await self._offload(kind, tier, Cancellation())
@@ -340,7 +344,8 @@ class KindController:
                 raise found
 
     async def drop(self) -> None:
-        """Free all kinds, each of which can be rebuilt."""
+        """Free all kinds, each of which can be rebuilt, as the process falls asleep."""
+        self.is_asleep = True
         async with self._lock:
             for kind in self._kinds.values():
                 await self._drop(kind)

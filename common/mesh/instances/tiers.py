@@ -198,12 +198,12 @@ class TierController:
 
     async def _sleep(self, tier: Tier) -> None:
         began = self._mesh.clock.monotonic()
-        self._kinds.is_asleep = True
         try:
             await self._sleeper.sleep(tier)
         except BaseException:
             self._kinds.is_asleep = False
             raise
+        self._kinds.is_asleep = True
         self._durations_s["sleep_s"] = round(self._mesh.clock.monotonic() - began, 3)
 
     async def _wake(self) -> None:

@@ -453,12 +453,12 @@ class RoleProcess(SupervisorHooks):
 
     async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
         """Reset the process's state and free its name and bytes; report an unrequested exit."""
-        await self._leases.evict(child)
         self.is_ready, self._reached, self.tier = False, None, Tier.ABSENT
         self._failing_since = None
         self._succeeded = not child_exit.is_requested and child_exit.code == 0
         self._context.budgets.record_exit(self.name)
         self._on_instance_exit(self.process_key[0])
+        await self._leases.evict(child)
         self._has_exit_error = child_exit.failure is not None
         if self.phase not in (InstancePhase.DRAINING, InstancePhase.GONE):
             self.restarts += 1

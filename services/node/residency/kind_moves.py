@@ -158,8 +158,9 @@ class KindMover:
         clock = self._mesh.clock
         began = clock.monotonic()
         try:
-            answer = await self._mesh.ref(entry.name).call(
-                RoleControl.move_kinds, request, deadline_s=self._limit_s(planned, source, target)
+            limit_s = self._limit_s(planned, source, target)
+            answer = await self._table.calls.call(
+                entry.instance, entry.name, RoleControl.move_kinds, request, limit_s
             )
         except asyncio.CancelledError:
             if not self.is_closing:
@@ -199,8 +200,12 @@ class KindMover:
     async def _cancel(self, entry: ProcessKinds, order: int) -> None:
         """Cancel an order; otherwise the process is described again before the next one."""
         entry.is_stale = True
+        if self._table.find(entry.instance) is not entry:
+            return  # its process has exited
         try:
-            answer = await self._mesh.ref(entry.name).call(RoleControl.cancel_move, order)
+            answer = await self._table.calls.call(
+                entry.instance, entry.name, RoleControl.cancel_move, order
+            )
         except DeadlineExceeded as error:
             await self._kill_hung(entry, str(error))
         except MeshError as error:

@@ -12,6 +12,7 @@ from meshrl.common.base.errors import MeshError, UnknownMethod
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.rows import Tier, TierBytes
 from meshrl.services.node.instances.budgets import Budgets
+from meshrl.services.node.residency.process_calls import ProcessCalls
 from meshrl.services.node.residency.residency_plan import KindPlace, bytes_on
 
 START_ANSWER_TIMEOUT_S = 2.0  # for a process that has perhaps not joined the mesh yet
@@ -68,6 +69,7 @@ class KindTable:
         self, mesh: Mesh, budgets: Budgets, list_processes: Callable[[], Sequence[LocalProcess]]
     ) -> None:
         self._mesh, self._budgets, self._list_processes = mesh, budgets, list_processes
+        self.calls = ProcessCalls(mesh)
         self._entries: dict[str, ProcessKinds] = {}  # by instance
 
     @property
@@ -135,8 +137,8 @@ class KindTable:
         pid, tier = process.pid, process.tier
         try:
             deadline_s = None if process.is_ready else START_ANSWER_TIMEOUT_S
-            answer = await self._mesh.ref(process.name).call(
-                RoleControl.describe_kinds, None, deadline_s=deadline_s
+            answer = await self.calls.call(
+                instance, process.name, RoleControl.describe_kinds, None, deadline_s
             )
         except UnknownMethod:
             answer = KindStates([])

@@ -206,6 +206,10 @@ class ResidencyManager:
         free_bytes = max(1, self._device_bytes - contexts)
         return min(declared, free_bytes) if declared else free_bytes
 
+    def release_instance(self, instance: str) -> None:
+        """End the calls of an instance whose process has exited."""
+        self._table.calls.end(instance)
+
     # -- rooms of processes that start -----------------------------------------------------------
 
     @property
@@ -220,7 +224,9 @@ class ResidencyManager:
         if not self.is_limited:
             return True
         if self._rooms.is_pending(desired.name):
-            return self._rooms.request(desired, size_bytes)
+            if not (desired.rank_index and self._budgets.has_reservation(desired.name)):
+                return self._rooms.request(desired, size_bytes)
+            self._rooms.cancel(desired.name)  # the first rank's time slice has made its room
         if self._budgets.has_reservation(desired.name):
             return True
         if self._has_free_room(size_bytes) and not self._lock.locked():

@@ -79,12 +79,10 @@ class SleepingRows:
         """Execute a sleep order; a repeated order changes nothing."""
         tier, kinds = Tier(order.tier), self._kinds
         if order.action == "keep":
-            kinds.is_asleep = True
             await kinds.write_back(tier)
             await kinds.save_record(tier, order.metadata)
             self._copy_tier = tier
         elif order.action == "release" and self.has_copy:
-            kinds.is_asleep = True
             await kinds.offload(self._copy_tier)
             self.tier = self._copy_tier
         elif order.action == "take" and self.has_copy:

@@ -27,6 +27,7 @@ from meshrl.sim.virtual_process import VirtualProcess
 from tests.stories import Story, story_on
 
 T = TypeVar("T")
+M = TypeVar("M", bound="BareMesh")
 
 
 def run_on_mesh(
@@ -141,12 +142,17 @@ async def _bare(process: VirtualProcess, argv: list[str]) -> None:
 
 def run_on_bare_mesh(root: Path, story: Callable[[BareMesh], Coroutine[Any, Any, T]]) -> T:
     """Run a story on such a mesh and return its result."""
+    return run_on_kind(BareMesh, root, story)
+
+
+def run_on_kind(kind: type[M], root: Path, story: Callable[[M], Coroutine[Any, Any, T]]) -> T:
+    """Run a story on a mesh of a subclass and return its result."""
     loop = VirtualLoop()
     loop.limit_s = 7200.0
     record = EventRecord(lambda: loop.now_s, root)
 
     async def main() -> T:
-        return await story(BareMesh(loop, root, record))
+        return await story(kind(loop, root, record))
 
     return run_on_loop(loop, record, main())
 

@@ -320,6 +320,7 @@ class World:
         process.role.die()
         await process.mesh.leave()
         self.budgets.record_exit(process.name)
+        self.residency.release_instance(instance)
         self._exited[instance] = self.processes.pop(instance).role
 
     def order(self, instance: str, *kinds: str, **more: object) -> PrepareResidency:

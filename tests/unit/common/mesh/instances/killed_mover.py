@@ -28,6 +28,7 @@ async def move_until_killed(directory: Path, piece: int) -> None:
     process = KilledProcess(directory, seed=1)
     await process.kinds.write_back(Tier.DISK)
     await process.kinds.save_record(Tier.DISK, {"version": 1})
+    process.kinds.is_asleep = False
     async with process.kinds.use_kinds((), tuple(process.tensors)):
         for group in process.tensors.values():
             for tensor in group.values():

@@ -239,7 +239,7 @@ async def test_order_that_waits_for_another_move_is_cancelled_at_once(
 ) -> None:
     process = Process(tmp_path)
     process.close_gate(0)
-    saving = asyncio.create_task(process.kinds.write_back(Tier.DISK))
+    saving = asyncio.create_task(process.order("write_back", "kv_cache"))
     while not process.has_arrived.is_set():
         await asyncio.sleep(0.001)
     waiting = asyncio.create_task(process.order("offload", "parameters"))
