@@ -41,6 +41,7 @@ LIBRARIES = (
     ("decoder", "MESHRL_STORAGE=bf16"),
     ("ops", ""),
     ("delta", ""),
+    ("copy", ""),
     *((name, "") for name in TRAINING_LIBRARIES),
 )
 NO_COMPILER_REASON = f"no C++ compiler ({', '.join(COMPILERS)}) on PATH"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from meshrl.common.base.files.offloaded_tensors import PIECE_BYTES, Octets
 from meshrl.common.base.files.releasable_memory import ReleasableMemory
+from meshrl.kernels.memory_copy import copy_memory, view_memory
 
 MADV_DONTNEED = 4  # advice of `madvise`, from mman.h: the pages are zero at their next use
 
@@ -31,17 +32,18 @@ class MappedMemory:
         """Bytes of all regions."""
         return sum(self.sizes_bytes.values())
 
-    def read_into(self, name: str, start: int, out: Octets) -> None:
-        """Copy bytes from `start`."""
-        out[:] = self._view(name)[start : start + len(out)]
+    def read_into(self, name: str, start: int, out: Octets) -> Octets:
+        """Copy bytes from `start`; return a view of them there."""
+        source = self._view(name)[start : start + len(out)]
+        copy_memory(out, source)
+        return source
 
     def write(self, name: str, start: int, piece: Octets) -> None:
         """Write bytes."""
-        self._view(name)[start : start + len(piece)] = piece
+        copy_memory(self._view(name)[start : start + len(piece)], piece)
 
     def _view(self, name: str) -> Octets:
-        address, size = self._regions[name]
-        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+        return view_memory(*self._regions[name])
 
     def release(self) -> None:
         """Return the whole pages of each region to the host."""
@@ -163,10 +165,10 @@ class CombinedMemory:
         """Bytes of all engines."""
         return sum(memory.total_bytes for memory in self._memories)
 
-    def read_into(self, name: str, start: int, out: Octets) -> None:
+    def read_into(self, name: str, start: int, out: Octets) -> Octets | None:
         """Copy bytes of a range."""
         part, own_name = self._parts[name]
-        part.read_into(own_name, start, out)
+        return part.read_into(own_name, start, out)
 
     def write(self, name: str, start: int, piece: Octets) -> None:
         """Write bytes of a range."""

@@ -9,7 +9,9 @@ float32) go to `memory` and to `disk` and back, by Settle, beside copying as man
 between pages that are there; `memcpy_fresh`: into a new segment, whose pages the kernel clears
 first) and beside `dd` on the same file system. What is read from the disk is dropped from the page
 cache before. Arms take turns in an order that rotates, after one turn that does not count; seconds
-are medians. `*_over_memcpy` and `*_over_dd` are speeds over those of the peers.
+are medians. `*_over_memcpy` and `*_over_dd` are speeds over those of the peers: `memcpy` has one
+thread, and `dd` is the faster of `conv=fsync` with and without `oflag=direct` (`iflag=direct`).
+`*_cpu_over_memcpy` compares CPU-seconds of all threads, which other load on the host affects less.
 
 `run`: the job of loadtests.replay (deterministic, no staleness, no helpers) undisturbed, and with a
 core that sleeps in memory and on disk, and moves between the two, after each step; and one whose
@@ -31,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +69,12 @@ LLAMA: dict[str, Any] = {"architecture": "llama", "tie_embeddings": True, "max_p
 SMALL = shape(96, 3, 224, 64, (4, 4), **LLAMA)
 MEDIUM = shape(512, 5, 1408, 4096, (8, 8), **LLAMA)
 LARGE = shape(1024, 9, 2816, 32000, (16, 16), **LLAMA)
-# speeds of the first over those of the second
+# speeds of the first over that of the fastest of the others
 RATIOS = (
     ("memory_sleep", "memcpy"),
     ("memory_wake", "memcpy"),
-    ("disk_sleep", "dd_write"),
-    ("disk_wake", "dd_read"),
+    ("disk_sleep", "dd_write", "dd_direct_write"),
+    ("disk_wake", "dd_read", "dd_direct_read"),
 )
 
 
@@ -129,9 +132,10 @@ class Sleepy:
 
 @contextmanager
 def noted(took: dict[str, list[float]], name: str) -> Iterator[None]:
-    started_s = time.monotonic()
+    started_s, used_s = time.monotonic(), time.process_time()
     yield
     took.setdefault(name, []).append(time.monotonic() - started_s)
+    took.setdefault(f"{name}_cpu", []).append(time.process_time() - used_s)
 
 
 def used_bytes() -> int:
@@ -199,27 +203,36 @@ async def arms(sleepy: Sleepy, size: int, rounds: int, directory: Path) -> dict[
         medium.close()
         os.close(descriptor)
 
-    async def disk_dump() -> None:
-        with noted(took, "dd_write"):
-            dd("if=/dev/zero", f"of={scratch}", f"count={blocks}", "conv=fsync")
+    async def disk_dump(name: str = "dd", flags: str = "") -> None:
+        with noted(took, f"{name}_write"):
+            options = [f"oflag={flags}"] if flags else []
+            dd("if=/dev/zero", f"of={scratch}", f"count={blocks}", "conv=fsync", *options)
         cold.append(drop_caches())
-        with noted(took, "dd_read"):
-            dd(f"if={scratch}", "of=/dev/null")
+        with noted(took, f"{name}_read"):
+            dd(f"if={scratch}", "of=/dev/null", *([f"iflag={flags}"] if flags else []))
         scratch.unlink()
 
-    every: list[Callable[[], Awaitable[None]]] = [memory, memcpy, disk, disk_dump]
+    direct_dump = partial(disk_dump, "dd_direct", "direct")
+    every: list[Callable[[], Awaitable[None]]] = [memory, memcpy, disk, disk_dump, direct_dump]
     for arm in every:
         await arm()
     took.clear()
     for arm in turns(every, rounds):
         await arm()
     found: dict[str, Any] = {"cold": all(cold)}
-    for arm_name, peer in RATIOS:
-        ratio = statistics.median(took[peer]) / statistics.median(took[arm_name])
-        found[f"{arm_name}_over_{peer.partition('_')[0]}"] = round(ratio, 3)
-    for name, seconds in took.items():
-        median = statistics.median(seconds)
-        found |= {f"{name}_s": round(median, 5), f"{name}_gb_s": round(size / median / 1e9, 3)}
+    median_s = {name: statistics.median(seconds) for name, seconds in took.items()}
+    for arm_name, peer, *others in RATIOS:
+        fastest_s = min(median_s[name] for name in (peer, *others))
+        label = peer.partition("_")[0]
+        found[f"{arm_name}_over_{label}"] = round(fastest_s / median_s[arm_name], 3)
+    for arm_name in ("memory_sleep", "memory_wake"):
+        ratio = median_s["memcpy_cpu"] / median_s[f"{arm_name}_cpu"]
+        found[f"{arm_name}_cpu_over_memcpy"] = round(ratio, 3)
+    for name, median in median_s.items():
+        if not (name.startswith("dd") and name.endswith("_cpu")):  # of this process, not of dd
+            found[f"{name}_s"] = round(median, 5)
+        if not name.endswith("_cpu"):
+            found[f"{name}_gb_s"] = round(size / median / 1e9, 3)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 from threading import local
 
@@ -15,7 +16,7 @@ from meshrl.common.base.files.append_file import DISK_FULL_ERRNOS
 from meshrl.common.base.files.disk_sync import fsync, fsync_path
 from meshrl.common.base.files.offloaded_tensors import BLOCK_BYTES, CHUNK_BYTES, Octets
 
-# One thread sums and copies at about 0.45 of the speed of a plain copy, two at about 0.7.
+# One thread copies and sums at about half the speed of a plain copy.
 MEMORY_THREADS = 2
 DISK_THREADS = 4  # direct accesses under way, which a disk needs to reach its speed
 
@@ -123,7 +124,10 @@ class OffloadFile:
         count += -count % BLOCK_BYTES
         chunk: Octets | None = getattr(self._memory, "chunk", None)
         if chunk is None or len(chunk) < count:
-            room = mmap.mmap(-1, max(count, CHUNK_BYTES))
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            room = mmap.mmap(-1, max(count, CHUNK_BYTES), flags=private)
+            with suppress(OSError):  # a kernel without huge pages
+                room.madvise(mmap.MADV_HUGEPAGE)  # small ones cost as much as the copy
             self._memory.chunk = chunk = np.frombuffer(room, np.uint8)
         return chunk[:count]
 

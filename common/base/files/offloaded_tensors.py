@@ -29,7 +29,7 @@ ALIGN_BYTES = 64  # of a tensor: a cache line, and the widest vector
 BLOCK_BYTES = 4096  # of a disk: direct access needs offsets and lengths that are multiples
 COPIES_BYTES = "copies_bytes"  # key in the metadata of a record: bytes of the copies that it names
 CHUNK_BYTES = 4 << 20  # copied between two checks for a cancellation; a multiple of BLOCK_BYTES
-PIECE_BYTES = 1 << 18  # copied and summed at a time on a CPU, so that it stays in a cache
+PIECE_BYTES = 1 << 19  # copied and summed at a time on a CPU, so that it stays in a cache
 
 
 class CopyCancelled(Refused):
@@ -65,8 +65,11 @@ class OffloadSource(Protocol):
     def piece_bytes(self) -> int:
         """Most bytes that are copied at a time."""
 
-    def read_into(self, name: str, start: int, out: Octets) -> None:
-        """Copy the bytes from `start` of one to host memory. Several threads call this."""
+    def read_into(self, name: str, start: int, out: Octets) -> Octets | None:
+        """Copy the bytes from `start` of one to host memory. Several threads call this.
+
+        Return other memory with these bytes if it is faster to read.
+        """
 
 
 class OffloadTarget(Protocol):
@@ -203,8 +206,8 @@ def offload(
         chunk, summed = medium.open_chunk(offset, count), Checksummer()
         for span in chunks[number]:
             piece = chunk[span.offset : span.offset + span.count]
-            source.read_into(span.name, span.start, piece)
-            summed.update(piece.data)
+            cached = source.read_into(span.name, span.start, piece)
+            summed.update((piece if cached is None else cached).data)
         medium.write_chunk(offset, chunk)
         checksums[number] = summed.checksum
 

@@ -46,6 +46,7 @@ class OffloadStorage:
         self._key = make_segment_key(mesh.name, part)
         self.segment_owner, self.directory = segment_owner, directory
         self.stored_bytes = {Tier.MEMORY: 0, Tier.DISK: 0}  # bytes
+        self._empty_tiers: set[Tier] = set()  # which have no copy of an earlier run either
         # by inode: to map a segment again costs more than to copy to it
         self._mapped: dict[int, MemorySegment] = {}
 
@@ -138,10 +139,15 @@ class OffloadStorage:
     async def drop(self, tier: Tier) -> None:
         """Delete the copy at a tier, if there is one."""
         self.stored_bytes[tier] = 0
+        if tier in self._empty_tiers:
+            return
         if tier == Tier.MEMORY and self.segment_owner:
             await self._worker.call(Worker.delete_segment, self._key)
         elif tier == Tier.DISK and self.directory:
             await self._run_to_end(_remove_files, self._file)
+        else:
+            return
+        self._empty_tiers.add(tier)
 
     async def drop_all(self) -> None:
         """Delete all copies. An unavailable worker has released its copy, or does so later."""
@@ -164,6 +170,7 @@ class OffloadStorage:
     async def _create_medium(self, tier: Tier, size: int) -> AsyncIterator[OffloadMedium]:
         """Reserve space of this size; release it if the block fails."""
         medium: MemorySegment | OffloadFile
+        self._empty_tiers.discard(tier)
         if tier == Tier.MEMORY and self.segment_owner:
             request = CreateSegment(self._key, size)
             segment = await self._worker.call(Worker.create_segment, request)

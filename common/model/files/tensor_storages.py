@@ -16,8 +16,10 @@ from torch import Tensor
 
 from meshrl.common.base.files.offloaded_tensors import CHUNK_BYTES, PIECE_BYTES, Octets
 from meshrl.common.model.files.device_copies import DeviceCopies, find_cuda_copies
+from meshrl.kernels.memory_copy import copy_memory, view_memory
 
-OFFERED_BYTES = 1 << 20  # of host memory that stays mapped when it is released, at least
+OFFERED_BYTES = 1 << 18  # of host memory that stays mapped when it is released, at least
+HUGE_PAGE_BYTES = 2 << 20  # of x86-64
 MALLOPT_MMAP_THRESHOLD = -3  # parameter of `mallopt`, from malloc.h
 
 
@@ -66,21 +68,25 @@ class TensorStorages:
         """Bytes of all storages, with derived tensors."""
         return sum(self._all_bytes.values())
 
-    def read_into(self, name: str, start: int, out: Octets) -> None:
-        """Copy bytes of a storage from `start` to host memory."""
-        storage, end = self._storages[name], start + len(out)
+    def read_into(self, name: str, start: int, out: Octets) -> Octets | None:
+        """Copy bytes of a storage from `start` to host memory; return a view of them there."""
+        storage = self._storages[name]
         if self._device_copies is not None:
-            self._device_copies.read(_view_byte_tensor(storage)[start:end], out)
-        else:
-            out[:] = _view_bytes(storage)[start:end]
+            device_bytes = _view_byte_tensor(storage)[start : start + len(out)]
+            self._device_copies.read(device_bytes, out)
+            return None
+        source = view_memory(storage.data_ptr() + start, len(out))
+        copy_memory(out, source)
+        return source
 
     def write(self, name: str, start: int, piece: Octets) -> None:
         """Write bytes to a storage."""
-        storage, end = self._storages[name], start + len(piece)
+        storage = self._storages[name]
         if self._device_copies is not None:
-            self._device_copies.write(_view_byte_tensor(storage)[start:end], piece)
+            device_bytes = _view_byte_tensor(storage)[start : start + len(piece)]
+            self._device_copies.write(device_bytes, piece)
         else:
-            _view_bytes(storage)[start:end] = piece
+            copy_memory(view_memory(storage.data_ptr() + start, len(piece)), piece)
 
     def release(self) -> None:
         """Free the memory.
@@ -138,7 +144,8 @@ def _offer_pages(storage: torch.UntypedStorage) -> bool:
         return advise(mmap.MADV_FREE)
     if not advise(mmap.MADV_DONTNEED):
         return False
-    advise(mmap.MADV_HUGEPAGE)  # a kernel without them has small ones
+    if end - start >= HUGE_PAGE_BYTES:
+        advise(mmap.MADV_HUGEPAGE)  # a kernel without them has small ones
     _offered.add(key)
     return True
 
@@ -155,16 +162,6 @@ def alias_for_numpy(tensor: Tensor) -> Tensor:
     there = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     alias = torch.from_numpy(np.frombuffer(memoryview(there), np.uint8))
     return alias.view(tensor.dtype).reshape(tensor.shape)
-
-
-def _view_bytes(storage: torch.UntypedStorage) -> Octets:
-    """View the bytes in host memory.
-
-    Torch's own conversion is avoided, because its storages cannot be freed after numpy has used
-    them.
-    """
-    there = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-    return np.ctypeslib.as_array(there)
 
 
 def _view_byte_tensor(storage: torch.UntypedStorage) -> Tensor:

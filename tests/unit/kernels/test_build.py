@@ -156,6 +156,7 @@ def test_prebuilt_libraries_cover_all_requested_ones() -> None:
     asked = {("decoder", define) for define in DTYPE_DEFINES.values()} | {
         ("ops", ""),
         ("delta", ""),
+        ("copy", ""),
     }
     assert asked | {(name, "") for name in libraries.TRAINING_LIBRARIES} == set(libraries.LIBRARIES)
     assert {f"{name}.cpp" for name, _ in asked} <= {

@@ -18,7 +18,7 @@ from meshrl.common.base.files.offloaded_tensors import CHUNK_BYTES
 from meshrl.common.model.files.device_copies import DeviceCopies
 from meshrl.common.model.files.tensor_storages import OFFERED_BYTES, TensorStorages
 
-ELEMENTS = {"large": 8 * OFFERED_BYTES // 4, "small": 1000}
+ELEMENTS = {"large": 2 * CHUNK_BYTES // 4, "medium": 2 * OFFERED_BYTES // 4, "small": 1000}
 
 
 def make_tensors() -> dict[str, Tensor]:
@@ -63,12 +63,13 @@ def test_released_memory_is_free_and_the_tensors_are_restored(segment: MemorySeg
     tensors, expected = make_tensors(), make_tensors()
     aliases = {name: tensor[1:] for name, tensor in tensors.items()}
     storages = TensorStorages(tensors)
-    whole_kib = tensors["large"].nbytes >> 10
+    offered = tensors["large"], tensors["medium"]
     for _ in range(3):
         offloaded_tensors.offload(segment, {}, storages)
-        before = count_used_kib(tensors["large"])
+        before = [count_used_kib(tensor) for tensor in offered]
         storages.release()
-        assert before - count_used_kib(tensors["large"]) > 0.9 * whole_kib
+        for tensor, used_kib in zip(offered, before, strict=True):
+            assert used_kib - count_used_kib(tensor) > 0.9 * (tensor.nbytes >> 10)
         storages.reallocate()
         offloaded_tensors.restore(segment, offloaded_tensors.read_header(segment), storages)
         for name, tensor in tensors.items():
