@@ -29,6 +29,9 @@ class AcceleratorRoom(Protocol):
             MeshError: The gang grants no time slice in which others can leave.
         """
 
+    def extend_reservation(self, name: str) -> None:
+        """Extend the reservation of a process whose start makes progress."""
+
     def cancel_reservation(self, name: str) -> None:
         """Cancel the reservation of a process that neither starts nor wakes any more."""
 
@@ -40,6 +43,9 @@ class UncountedRoom:
 
     def reserve(self, desired: DesiredRole, needed: SliceBytes) -> bool:
         return True
+
+    def extend_reservation(self, name: str) -> None:
+        """Do nothing: nothing is reserved."""
 
     def cancel_reservation(self, name: str) -> None:
         """Do nothing: nothing is reserved."""

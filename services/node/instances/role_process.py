@@ -331,7 +331,10 @@ class RoleProcess(SupervisorHooks):
                     await self.supervisor.remove(self.name, 0.0)
                 await self.start()
         elif not self.is_ready:
+            before = self._startup.progress
             startup_state = await self._startup.poll(self.pid)
+            if self._startup.progress not in (None, before):
+                self._context.room.extend_reservation(self.name)
             self.is_ready = startup_state == StartupState.READY
             if startup_state == StartupState.TIMED_OUT and self.name in self.supervisor.children:
                 detail = f"killed: not ready, and no progress for {NO_PROGRESS_TIMEOUT_S:g} s"

@@ -30,13 +30,13 @@ class Startup:
 
     def __init__(self, mesh: Mesh, desired: DesiredRole) -> None:
         self._mesh, self._desired = mesh, desired
-        self._progress: Any = None  # last progress that the process has published
+        self.progress: Any = None  # last progress that the process has published
         self._last_progress_at = 0.0  # when it last changed
         self._paused_polled_at = mesh.clock.monotonic()
 
     def restart_timer(self) -> None:
         """Restart the count of seconds without progress."""
-        self._progress, self._last_progress_at = None, self._mesh.clock.monotonic()
+        self.progress, self._last_progress_at = None, self._mesh.clock.monotonic()
 
     async def poll(self, pid: int) -> StartupState:
         """Return the state of the process with this pid, from its registry entry.
@@ -52,8 +52,8 @@ class Startup:
         generation = self._desired.instance.generation
         if stats.get("generation") == generation and stats.get("ready") is True:
             return StartupState.READY
-        if stats.get("progress") not in (None, self._progress):
-            self._progress, self._last_progress_at = stats["progress"], now
+        if stats.get("progress") not in (None, self.progress):
+            self.progress, self._last_progress_at = stats["progress"], now
         elif now - self._paused_polled_at > PAUSED_POLL_S and await self._job_is_paused():
             self._last_progress_at = now
         elif now - self._last_progress_at > NO_PROGRESS_TIMEOUT_S:

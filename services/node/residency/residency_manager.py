@@ -43,9 +43,6 @@ from meshrl.services.node.residency.start_rooms import StartRooms
 MAX_PLANS = 8  # of one order: each further one follows the failure of a process or tier
 LOST_POLL_S = 1.0  # until the exit of a lost process is noticed
 ROOM_POLL_S = 0.2  # while a process that starts, wakes or leaves has the room
-# A process that starts may wait for an instance that has no room beside it. After this time others
-# take the room again; if the process needs it, it fails and starts once more.
-START_ROOM_TIMEOUT_S = 40.0
 
 MakePlan = Callable[[ResidencySnapshot], list[PlannedMove]]
 KillInstanceProcess = Callable[[str, int, str], Awaitable[None]]
@@ -234,6 +231,10 @@ class ResidencyManager:
             return True
         return self._rooms.request(desired, size_bytes)
 
+    def extend_reservation(self, name: str) -> None:
+        """Extend the reservation of a process; see `AcceleratorRoom`."""
+        self._rooms.extend(name)
+
     def cancel_reservation(self, name: str) -> None:
         """Cancel the reservation of a process; see `AcceleratorRoom`."""
         self._rooms.cancel(name)
@@ -278,7 +279,7 @@ class ResidencyManager:
 
     def _claim(self, desired: DesiredRole, size_bytes: int) -> None:
         self._budgets.reserve(desired.name, size_bytes)
-        self._rooms.claimed_at[desired.name] = self._mesh.clock.monotonic()
+        self._rooms.note_claim(desired.name)
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -398,17 +399,12 @@ class ResidencyManager:
             is_counted = self._budgets.get_usage(process.name).accelerator > 0
             if (process.pid and process.is_moving) or (has_exited and is_counted):
                 return True
-        oldest = self._mesh.clock.monotonic() - START_ROOM_TIMEOUT_S
-        has_claims = False
-        for name, claimed_at in list(self._rooms.claimed_at.items()):
-            if not self._budgets.has_reservation(name):
-                del self._rooms.claimed_at[name]
-                continue
-            has_claims = True
+        claims = self._rooms.end_claims(self._budgets.has_reservation)
+        for name, is_overdue in claims.items():
             # One that reports its kinds computes in time slices, each of which brings it its room.
-            if claimed_at <= oldest or any(entry.name == name for entry in self._table.entries):
+            if is_overdue or any(entry.name == name for entry in self._table.entries):
                 self._budgets.cancel_claim(name)
-        return has_claims
+        return bool(claims)
 
     def _snapshot(
         self,

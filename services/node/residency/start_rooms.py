@@ -26,6 +26,10 @@ from meshrl.services.node.instances.desired_roles import DesiredRole
 FIRST_RANK_TIMEOUT_S = 20.0
 RANKS_START_S = 10.0  # between the starts of an instance's ranks
 POLL_S = 0.2
+# A process that starts may wait for an instance that has no room beside it. If it makes no progress
+# for this time, others take the room again; if the process needs it, it fails and starts once more.
+START_ROOM_TIMEOUT_S = 40.0
+MAX_START_ROOM_S = 300.0  # for which a start with progress keeps others from their room
 
 
 class RoomMaker(Protocol):
@@ -48,13 +52,43 @@ class _Request:
     task: asyncio.Task[None] | None = None
 
 
+@dataclass
+class _Claim:
+    """Claimed room of a process, by the clock's seconds."""
+
+    claimed_at: float
+    progressed_at: float
+
+    def is_overdue(self, now: float) -> bool:
+        return (
+            now >= self.progressed_at + START_ROOM_TIMEOUT_S
+            or now >= self.claimed_at + MAX_START_ROOM_S
+        )
+
+
 class StartRooms:
     """Requests for room by process name; each is a task until its room is claimed."""
 
     def __init__(self, mesh: Mesh, maker: RoomMaker) -> None:
         self._mesh, self._maker = mesh, maker
         self._requests: dict[str, _Request] = {}
-        self.claimed_at: dict[str, float] = {}  # by process name, of rooms that may be taken again
+        self._claims: dict[str, _Claim] = {}  # by process name, of rooms that may be taken again
+
+    def note_claim(self, name: str) -> None:
+        """Start the time for which a process keeps a room that it does not use."""
+        now = self._mesh.clock.monotonic()
+        self._claims[name] = _Claim(now, now)
+
+    def extend(self, name: str) -> None:
+        """Extend the claim of a process that makes progress, if it has one."""
+        if (claim := self._claims.get(name)) is not None:
+            claim.progressed_at = self._mesh.clock.monotonic()
+
+    def end_claims(self, has_claim: Callable[[str], bool]) -> dict[str, bool]:
+        """Forget claims that no longer hold; return by process if the others are overdue."""
+        self._claims = {name: claim for name, claim in self._claims.items() if has_claim(name)}
+        now = self._mesh.clock.monotonic()
+        return {name: claim.is_overdue(now) for name, claim in self._claims.items()}
 
     def is_pending(self, name: str) -> bool:
         """Return True while a process waits for room."""

@@ -89,8 +89,12 @@ class SharedWorker:
         host = OneHost(self.clock, self.random)
         host.pid = max(pid for pid, child in self.host.children.items() if child.name == name)
         mesh = self.make_mesh(name, host)
-        await self.clock.sleep(LOADS_S)
+        await self.load(mesh, seat)
         await self.serve(mesh, seat)
+
+    async def load(self, mesh: Mesh, seat: Placement) -> None:
+        """Take the time of a start."""
+        await self.clock.sleep(LOADS_S)
 
     async def serve(self, mesh: Mesh, seat: Placement) -> None:
         """Compute in time slices until the process ends."""

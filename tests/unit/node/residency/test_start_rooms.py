@@ -6,13 +6,34 @@ from dataclasses import replace
 
 import pytest
 
+from meshrl.common.api.calls.role import RoleControl
+from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
 from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.state.pool.workers.rows import Gang, InstancePhase, Role, Tier, TierBytes
 from meshrl.services.node.instances.desired_roles import DesiredRole
-from meshrl.services.node.residency.residency_manager import START_ROOM_TIMEOUT_S
-from meshrl.services.node.residency.start_rooms import FIRST_RANK_TIMEOUT_S
+from meshrl.services.node.residency.start_rooms import (
+    FIRST_RANK_TIMEOUT_S,
+    MAX_START_ROOM_S,
+    START_ROOM_TIMEOUT_S,
+)
 from tests.unit.node.residency.shared_worker import A, B, SharedWorker, run_worker
+
+
+class SlowlyLoadingB(SharedWorker):
+    """Worker whose instance B starts slowly and publishes its progress."""
+
+    reports = 10
+
+    async def load(self, mesh: Mesh, seat: Placement) -> None:
+        if seat.instance != B.id:
+            return
+        stats = {"generation": seat.generation, "progress": 0}
+        await mesh.announce(RoleControl, lambda: stats)
+        for _ in range(self.reports):
+            await self.clock.sleep(0.5 * START_ROOM_TIMEOUT_S)
+            stats["progress"] += 1
 
 
 def test_process_starts_when_others_have_left_its_room_and_all_compute() -> None:
@@ -87,6 +108,25 @@ def test_worker_publishes_the_rates_of_its_moves() -> None:
         assert row.copy_rates == pytest.approx(rates) and row.revision == 1
 
     run_worker(story, TierBytes(160), SharedWorker)
+
+
+@pytest.mark.parametrize("reports", [3, pytest.param(60, marks=pytest.mark.deep)])
+def test_process_keeps_its_room_while_its_start_makes_progress(reports: int) -> None:
+    async def story(shared: SlowlyLoadingB) -> None:
+        shared.reports = reports
+        shared.set_desired(A)
+        await shared.until_steps(A, 3)
+        shared.set_desired(A, B)
+        await shared.until("B starts", lambda: bool(shared._find(B) and shared.process(B).pid), 30)
+        began, steps = shared.clock.monotonic(), shared.roles[A.id].steps
+        if reports == 3:
+            await shared.until_steps(B, 3, MAX_START_ROOM_S)
+            assert shared.roles[A.id].steps <= steps + 3 and shared.process(B).restarts == 0
+        else:
+            await shared.until_steps(A, steps + 3, MAX_START_ROOM_S + 30)
+            assert shared.clock.monotonic() - began >= MAX_START_ROOM_S - 5
+
+    run_worker(story, TierBytes(160), SlowlyLoadingB)
 
 
 def test_process_that_never_fits_is_reported_with_the_figures() -> None:
