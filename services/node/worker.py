@@ -103,6 +103,10 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
         """Read the worker's record now instead of at the next poll."""
         self._wakeup.set()
 
+    async def is_process(self, name: str, incarnation: str, owner: str | bytes) -> bool:
+        """Return True if this worker runs the process of that name, incarnation and key."""
+        return await self.instances.is_process(name, incarnation, owner)
+
     async def register(self) -> WorkerRow:
         """Register this worker, or adopt its existing record; return the record."""
         mesh = self._mesh

@@ -26,10 +26,9 @@ from meshrl.common.mesh.telemetry.logs import Telemetry
 from meshrl.common.mesh.transport.address import (
     BULK_KEY_PREFIX,
     format_bulk_key,
-    format_key,
     parse_bulk_key,
     parse_endpoint,
-    parse_key,
+    read_key_text,
 )
 from meshrl.common.mesh.transport.keys import KeyHolders, ProcessKeys
 from meshrl.common.state.hosts import credentials
@@ -132,7 +131,7 @@ class ProcessCredentials:
         """Mark both keys of a process that rejects this one; they are looked up before the next
         call.
         """
-        self._suspect_keys |= {_key_text_of(address), _bulk_key_text_of(address)}
+        self._suspect_keys |= {read_key_text(address), _bulk_key_text_of(address)}
 
     async def verify_peer(self, entry: RegistryEntry, host: Host, *, bulk: bool = False) -> None:
         """Verify that the key in an entry's address, or of its bulk port, belongs to the entry's
@@ -140,7 +139,7 @@ class ProcessCredentials:
 
         Raises StateUnavailable, HandshakeFailed, and WrongKeys if the mismatch persists.
         """
-        key = _bulk_key_text_of(entry.address) if bulk else _key_text_of(entry.address)
+        key = _bulk_key_text_of(entry.address) if bulk else read_key_text(entry.address)
         holders = self.keys.read_cached_holders(key)
         expected = make_redis_user(entry.name.partition("/")[0], entry.host)
         if key and (
@@ -279,9 +278,3 @@ def _bulk_key_text_of(address: str) -> str:
     """
     public = parse_bulk_key(address)
     return format_bulk_key(public) if public else ""
-
-
-def _key_text_of(address: str) -> str:
-    """Return the key in an address, in hexadecimal digits; empty if there is none."""
-    public = parse_key(address)
-    return format_key(public) if public else ""

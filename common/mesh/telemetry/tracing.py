@@ -23,6 +23,8 @@ class CallScope:
     """
 
     deadline: float
+    sender: str  # incarnation of the requester
+    owner: str | bytes  # its key, which it has proved; where processes have none, its connection
     is_finished: bool = field(default=False, init=False)
 
 

@@ -33,6 +33,12 @@ def format_key(public: bytes) -> str:
     return text.hex()
 
 
+def read_key_text(address: str) -> str:
+    """Return the key in an address, in hexadecimal digits; empty if there is none."""
+    public = parse_key(address)
+    return format_key(public) if public else ""
+
+
 def parse_endpoint(address: str) -> str:
     """Return the endpoint to connect to."""
     return address.partition(KEY_SEPARATOR)[0]

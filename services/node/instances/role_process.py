@@ -38,6 +38,7 @@ from meshrl.common.mesh.process.supervision.supervisor import (
 )
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
+from meshrl.common.mesh.transport.address import read_key_text
 from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
 from meshrl.common.state.pool.workers.rows import InstancePhase, Tier, TierBytes
 from meshrl.services.node.instances.accelerator_room import AcceleratorRoom, UncountedRoom
@@ -161,6 +162,12 @@ class RoleProcess(SupervisorHooks):
     def pid(self) -> int:
         """Pid of the process; 0: none runs."""
         return next((child.pid for child in self.children), 0)
+
+    async def is_identity(self, incarnation: str, owner: str | bytes) -> bool:
+        """Return True if the running process has this incarnation, and its key if it has one."""
+        entry = await self._startup.find_entry(self.pid, incarnation) if self.pid else None
+        has_key = isinstance(owner, str)
+        return entry is not None and (not has_key or read_key_text(entry.address) == owner)
 
     @property
     def is_time_sliced(self) -> bool:

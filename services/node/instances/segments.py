@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from meshrl.common.api.node import CreateSegment, SegmentLocation, Worker
-from meshrl.common.base.errors import NotFound, StorageFull
+from meshrl.common.base.errors import NotFound, Refused, StorageFull
 from meshrl.common.base.files.offload_media import get_segment_process, make_segment_name
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.telemetry.tracing import current_call
 
 SPARE_BYTES = 64 << 20  # host memory that no segment takes: other processes need some to answer
 POOL_SPARE_BYTES = 1 << 30  # free host memory below which no unused segment keeps its memory
@@ -216,26 +217,46 @@ class MemorySegments:
 
 
 class SegmentCallsMixin(Actor):
-    """Segment calls of a worker's actor."""
+    """Segment calls of a worker's actor, each from the process that the segment is named after."""
 
     segments: MemorySegments
 
+    async def is_process(self, name: str, incarnation: str, owner: str | bytes) -> bool:
+        """Return True if the worker runs this process, with this incarnation and proved key."""
+        raise NotImplementedError
+
+    async def _check_requester(self, key: str) -> None:
+        """Raise Refused unless the call comes from the process that a segment is named after."""
+        process, requester = get_segment_process(key), current_call.get()
+        assert requester is not None
+        if not await self.is_process(process, requester.sender, requester.owner):
+            raise Refused(
+                f"the segment {key} belongs to {process}, and the requester is another process",
+                where="memory segments",
+                fix=f"Request it in the process that this worker runs as {process}",
+            )
+
     @call(Worker.create_segment)
-    def create_segment(self, request: CreateSegment) -> SegmentLocation:
+    async def create_segment(self, request: CreateSegment) -> SegmentLocation:
+        await self._check_requester(request.key)
         return self.segments.create(request)
 
     @call(Worker.commit_segment)
-    def commit_segment(self, key: str) -> None:
-        return self.segments.commit(key)
+    async def commit_segment(self, key: str) -> None:
+        await self._check_requester(key)
+        self.segments.commit(key)
 
     @call(Worker.find_segment)
-    def find_segment(self, key: str) -> SegmentLocation:
+    async def find_segment(self, key: str) -> SegmentLocation:
+        await self._check_requester(key)
         return self.segments.find(key)
 
     @call(Worker.discard_segment)
-    def discard_segment(self, key: str) -> None:
-        return self.segments.discard(key)
+    async def discard_segment(self, key: str) -> None:
+        await self._check_requester(key)
+        self.segments.discard(key)
 
     @call(Worker.delete_segment)
-    def delete_segment(self, key: str) -> None:
-        return self.segments.delete(key)
+    async def delete_segment(self, key: str) -> None:
+        await self._check_requester(key)
+        self.segments.delete(key)

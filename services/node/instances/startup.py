@@ -11,6 +11,7 @@ from typing import Any
 from meshrl.common.base.errors import NotFound
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import jobs, registry
+from meshrl.common.state.registry import RegistryEntry
 from meshrl.services.node.instances.desired_roles import DesiredRole
 
 NO_PROGRESS_TIMEOUT_S = 300.0  # longest time without progress until a started process is ready
@@ -33,6 +34,7 @@ class Startup:
         self.progress: Any = None  # last progress that the process has published
         self._last_progress_at = 0.0  # when it last changed
         self._paused_polled_at = mesh.clock.monotonic()
+        self._entry: RegistryEntry | None = None  # the last one of the process
 
     def restart_timer(self) -> None:
         """Restart the count of seconds without progress."""
@@ -43,12 +45,9 @@ class Startup:
 
         It times out after NO_PROGRESS_TIMEOUT_S without progress, unless its job is paused.
         """
-        entry = await registry.lookup(self._mesh.state, self._desired.name)
+        entry = await self._read_entry(pid)
         now = self._mesh.clock.monotonic()
-        stats: dict[str, Any] = {}
-        expected_identity = True, self._mesh.settings.host, pid
-        if entry is not None and (entry.alive, entry.host, entry.pid) == expected_identity:
-            stats = entry.stats
+        stats: dict[str, Any] = entry.stats if entry is not None else {}
         generation = self._desired.instance.generation
         if stats.get("generation") == generation and stats.get("ready") is True:
             return StartupState.READY
@@ -59,6 +58,21 @@ class Startup:
         elif now - self._last_progress_at > NO_PROGRESS_TIMEOUT_S:
             return StartupState.TIMED_OUT
         return StartupState.STARTING
+
+    async def find_entry(self, pid: int, incarnation: str) -> RegistryEntry | None:
+        """Return the registry entry of the process with this pid; None if it is another one."""
+        entry = self._entry
+        if entry is None or (entry.pid, entry.incarnation) != (pid, incarnation):
+            entry = await self._read_entry(pid)
+        return entry if entry is not None and entry.incarnation == incarnation else None
+
+    async def _read_entry(self, pid: int) -> RegistryEntry | None:
+        entry = await registry.lookup(self._mesh.state, self._desired.name)
+        expected_identity = True, self._mesh.settings.host, pid
+        if entry is None or (entry.alive, entry.host, entry.pid) != expected_identity:
+            return None
+        self._entry = entry
+        return entry
 
     async def _job_is_paused(self) -> bool:
         self._paused_polled_at = self._mesh.clock.monotonic()

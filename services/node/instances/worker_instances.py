@@ -347,6 +347,12 @@ class WorkerInstances:
                 self.context.mesh.log.error("killed", process=process.name, why=why)
                 await process.kill(KILL_S)
 
+    async def is_process(self, name: str, incarnation: str, owner: str | bytes) -> bool:
+        """Return True if the process of that name has this incarnation, and proved its key."""
+        slot = self._slots.get(name)
+        process = slot.process if slot is not None else None
+        return isinstance(process, RoleProcess) and await process.is_identity(incarnation, owner)
+
     @property
     def children(self) -> list[ChildProcess]:
         return [child for process in self.processes for child in process.children]

@@ -67,8 +67,6 @@ class _RunningCall(CallScope):
     """Call or stream that has a task."""
 
     key: tuple[Peer, int]
-    owner: str | Peer
-    sender: str
     label: str
     due_at: float  # when the deadline timer checks it
     task: asyncio.Task[None] | None = None
@@ -245,7 +243,7 @@ class RequestServer:
         now = self._clock.monotonic()
         deadline = now + remaining_ms / 1000 if remaining_ms > 0 else NEVER
         due = now + PROBE_INTERVAL_S if isinstance(entry.method, Stream) else deadline
-        running = _RunningCall(deadline, (peer, call_id), owner, sender, entry.method.label, due)
+        running = _RunningCall(deadline, sender, owner, (peer, call_id), entry.method.label, due)
         current_call.set(running)
         if running.due_at < NEVER:
             self._deadline_timer.schedule(running.due_at)

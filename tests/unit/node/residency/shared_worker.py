@@ -22,11 +22,13 @@ from meshrl.common.state.pool.workers.rows import (
     TierBytes,
     WorkerRow,
 )
+from meshrl.common.state.redis.client import StateClient
 from meshrl.services.node.instances.desired_roles import list_desired_roles
 from meshrl.services.node.instances.role_process import RoleProcess
 from meshrl.services.node.instances.segments import MemorySegments
 from meshrl.services.node.worker import GangWorker
-from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.redis.server import SimulatedRedisServer
+from meshrl.sim.redis.simulated_state import open_state_on
 from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.simulated_host import SimulatedChannel, SimulatedHost
@@ -54,11 +56,13 @@ class SharedWorker:
 
     def __init__(self, clock: VirtualClock, random: Random, root: Path, budgets: TierBytes) -> None:
         self.clock, self.random = clock, random
-        self.state = open_simulated_state(clock)
+        self.redis = SimulatedRedisServer(clock)
+        self.state = open_state_on(self.redis, StateClient, clock)
         self.network = MemoryNetwork(clock, random.child("network"))
         self.settings = MeshSettings("simulated", str(root), host="one")
         self.tiers = Tiers(budgets)
         self.roles: dict[str, KindRole] = {}
+        self.meshes: dict[str, Mesh] = {}  # of the latest processes, by instance
         self.host = SimulatedHost(clock, random, {"meshrl.services.engine": self.run_engine})
         self.mesh = self.make_mesh("worker/w0", self.host)
         self.segments = MemorySegments(lambda: 1 << 40)
@@ -88,7 +92,7 @@ class SharedWorker:
         name = f"engine/{seat.instance}"
         host = OneHost(self.clock, self.random)
         host.pid = max(pid for pid, child in self.host.children.items() if child.name == name)
-        mesh = self.make_mesh(name, host)
+        mesh = self.meshes[seat.instance] = self.make_mesh(name, host)
         await self.load(mesh, seat)
         await self.serve(mesh, seat)
 

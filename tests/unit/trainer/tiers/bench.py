@@ -61,6 +61,9 @@ class SegmentWorker(SegmentCallsMixin):
         # prepares the requested kinds before a time slice is granted
         self.prepare: Callable[[AcquireSlice], Awaitable[None]] | None = None
 
+    async def is_process(self, name: str, incarnation: str, owner: str | bytes) -> bool:
+        return True
+
     @call(Worker.acquire_slice)
     async def acquire_slice(self, request: AcquireSlice) -> TimeSlice:
         assert self.prepare is not None
