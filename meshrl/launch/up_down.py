@@ -27,7 +27,7 @@ from meshrl.directory.mesh_query import query_mesh
 from meshrl.job.checks.host import devices
 from meshrl.job.toml import reader
 from meshrl.launch import root_program, shutdown
-from meshrl.launch.checks import address_checks, redis_checks
+from meshrl.launch.checks import address_checks, budget_checks, redis_checks
 from meshrl.launch.console import log_printer
 from meshrl.launch.directory_lock import DirectoryLocked
 from meshrl.launch.foreground import set_current_mesh
@@ -113,7 +113,8 @@ def up(root: Path | None, requested: MeshShape, options: UpOptions) -> int:
     pool = mesh_file.pool if mesh_file is not None else make_default_pool(shape.workers)
     if find_root_pid(place):
         raise DirectoryLocked(
-            f"a mesh already runs in {place.root}", fix="Run `meshrl down` to stop it"
+            f"a mesh already runs in {place.root}",
+            fix=f"Run `meshrl down --mesh {place.root}` to stop it",
         )
     if shape.listen:
         address_checks.require_free_ports(
@@ -202,6 +203,7 @@ def _check_startable(shape: MeshShape) -> int:
     endpoints = len(services) + int(shape.gateway != METRICS_OFF) + 2 * workers
     address_checks.require_metrics_ports(shape.metrics, endpoints)
     redis_checks.require_usable_redis(shape.listen)
+    budget_checks.require_valid_budgets()
     return workers
 
 

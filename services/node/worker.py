@@ -18,6 +18,7 @@ from meshrl.common.api.calls.interface import ChangeHint
 from meshrl.common.api.node import Worker
 from meshrl.common.api.stats import WorkerStats
 from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.base.host.settings import BUDGET_VARIABLES
 from meshrl.common.mesh.instances.orphans import ORPHAN_TIMEOUT_S, wait_until_orphaned
 from meshrl.common.mesh.runtime.calls.actor import cast
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
@@ -277,8 +278,7 @@ def add_market_option(options: argparse.ArgumentParser) -> None:
 
 def add_budget_options(options: argparse.ArgumentParser) -> None:
     """Add an option for the byte budget of each tier."""
-    for tier in ("accelerator", "memory", "disk"):
-        variable = f"MESHRL_{tier.upper()}_BYTES"
+    for tier, variable in BUDGET_VARIABLES.items():
         options.add_argument(
             f"--{tier}-bytes",
             type=int,

@@ -21,6 +21,10 @@ REDIS_ENV = "MESHRL_REDIS_URL"  # of an external Redis
 WORKER_ENV = "MESHRL_WORKER"  # name of the worker that started a role process
 DEVICE_ENV = "MESHRL_DEVICE"  # device of that worker: cpu or cuda
 ACCELERATOR_ENV = "MESHRL_ACCELERATOR"  # name of its accelerator, such as cuda:0 NVIDIA H200
+# Bytes that a worker's instances may use of each tier; 0: all.
+BUDGET_VARIABLES = {
+    tier: f"MESHRL_{tier.upper()}_BYTES" for tier in ("accelerator", "memory", "disk")
+}
 MESH_TAG_ENV = "MESHRL_MESH"  # identifies a process of a mesh, wherever its settings are
 # Processes that run a job's own code are no members of the mesh and have only a channel to their
 # parent. They do not get the path of the settings, nor the URL of a Redis, which may contain a

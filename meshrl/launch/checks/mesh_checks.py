@@ -6,7 +6,7 @@ from meshrl.job.checks.host import all_checks as checks
 from meshrl.job.checks.host import devices, memory, programs
 from meshrl.job.checks.host.error_texts import raise_combined
 from meshrl.job.job_file import Check, JobFile
-from meshrl.launch.checks import redis_checks
+from meshrl.launch.checks import budget_checks, redis_checks
 from meshrl.launch.checks.address_checks import check_bind_address, check_metrics_ports
 
 MESH_CHECKS: tuple[Check, ...] = (
@@ -15,6 +15,7 @@ MESH_CHECKS: tuple[Check, ...] = (
     check_bind_address,
     check_metrics_ports,
     redis_checks.check_redis,
+    budget_checks.check_budgets,
 )
 HOST_CHECKS: tuple[Check, ...] = (programs.check_isolation,)  # the mesh has this one alone
 

@@ -31,7 +31,7 @@ from meshrl.common.mesh.access.admitted_hosts import AdmittedHost
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.telemetry.metrics_endpoint import MetricsEndpoint
 from meshrl.directory.directory_paths import MeshPaths
-from meshrl.launch.checks import address_checks
+from meshrl.launch.checks import address_checks, budget_checks
 from meshrl.launch.directory_lock import DirectoryLock, DirectoryLocked
 from meshrl.launch.foreground import (
     EXIT_FATAL,
@@ -73,6 +73,17 @@ def test_taken_port_exits_as_retry_and_a_too_small_range_as_fatal() -> None:
     with pytest.raises(ConfigError) as caught:
         address_checks.resolve_listen_endpoint("no-such-host.invalid")
     assert choose_exit_status(caught.value) == EXIT_RETRY
+
+
+@pytest.mark.parametrize("text", ["abc", "-5", "1e9", ""])
+def test_byte_budget_that_is_no_number_is_rejected_before_a_start(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHRL_DISK_BYTES", "8000000000")
+    budget_checks.require_valid_budgets()
+    monkeypatch.setenv("MESHRL_DISK_BYTES", text)
+    with pytest.raises(ConfigError, match=r"is not a number of bytes.*\$MESHRL_DISK_BYTES"):
+        budget_checks.require_valid_budgets()
 
 
 def test_error_is_printed_and_sets_the_exit_status(
