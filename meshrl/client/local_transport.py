@@ -111,10 +111,10 @@ class LocalTransport:
         known = [
             row.id for row in await await_redis_answer(self._place, jobs.read_jobs(self._state))
         ]
-        for name in filter(None, (job, partner)):
+        for name in (job, partner) if partner else (job,):
             if name not in known:
                 fix = f"Choose one of: {', '.join(known)}" if known else ""
-                raise NotFound(f"there is no job {name}", fix=fix)
+                raise NotFound(f"there is no job {name or repr(name)}", fix=fix)
         last = await events.read_last_id(self._state)
         op_id = uuid.uuid4().hex
         await pool.submit_request(
@@ -123,7 +123,11 @@ class LocalTransport:
         decision = await self._wait_for_decision(op_id, last)
         if decision is None:
             return f"the planner has not decided on {job} yet; `meshrl status --why {job}` shows it"
-        where = f"share the gang of {partner}" if partner else "get workers of its own"
+        where = (
+            f"share the gang of {partner}"
+            if partner
+            else "get workers of its own when they suffice"
+        )
         return f"{job} will {where}; `meshrl status` shows the change"
 
     async def _wait_for_decision(self, op_id: str, since: str) -> Event | None:

@@ -30,8 +30,11 @@ def answer_sharing_requests(
         draft.add_decision(RejectRequest(request.op, why, Rationale("user", request.job, figures)))
         if not why:
             found.pop(request.job, None)
+            core = draft.get_instances(request.job).core
             if request.partner:
                 found[request.job] = request.partner
+            elif core is not None and core.instance.pinned:
+                draft.update_instance(core, Rationale("user", request.job), pinned=False)
     return found
 
 
@@ -54,7 +57,10 @@ def _explain_rejection(
         return "this mesh lets no jobs share a gang (pool.time_slicing, pool.jobs_per_gang)"
     if request.partner in partners:
         there = partners[request.partner]
-        return f"{request.partner} is itself placed with {there}; place {request.job} with {there}"
+        placed = f"{request.partner} is itself placed with {there}"
+        if there == request.job:
+            return f"{placed}, so both share a gang; to swap them, place {request.partner} apart"
+        return f"{placed}; place {request.job} with {there}, or {request.partner} apart"
     if request.job in partners.values():
         return f"other jobs are placed with {request.job}; place them apart first"
     guests = sum(
@@ -63,6 +69,6 @@ def _explain_rejection(
     if guests + 2 > settings.jobs_per_gang:
         return (
             f"{guests + 1} jobs share the gang of {request.partner}, and pool.jobs_per_gang is "
-            f"{settings.jobs_per_gang}"
+            f"{settings.jobs_per_gang}; place another job apart, or raise it in mesh.toml"
         )
     return explain_no_shared_gang(draft, jobs[request.job], jobs[request.partner])

@@ -223,8 +223,21 @@ def test_gang_takes_no_more_requested_jobs_than_allowed() -> None:
     bench = start_pool([6], *jobs)
     assert place(bench, "b", "a") == ""
     assert "pool.jobs_per_gang is 2" in place(bench, "c", "a")
-    assert "placed with a" in place(bench, "c", "b")
+    assert "placed with a; place c with a" in place(bench, "c", "b")
+    assert "place b apart" in place(bench, "a", "b")
     assert "place them apart" in place(bench, "a", "c")
+
+
+def test_job_that_is_placed_apart_without_free_workers_shares_no_longer_by_request() -> None:
+    bench = start_pool([1], *(job(id, submitted_ms=at) for at, id in enumerate("ab")))
+    assert place(bench, "b", "a") == "" and bench.roles("b")
+    bench.update_job("b", has_checkpoint=True)
+    bench.update(gangs=())
+    bench.settle()
+    assert next(r for _, r in bench.list_instances("b") if r.core).pinned
+    assert place(bench, "b", "") == ""
+    assert bench.roles("a") == bench.roles("b") == {"w0": "core+rollout"}
+    assert not next(r for _, r in bench.list_instances("b") if r.core).pinned
 
 
 def test_requested_guest_runs_alone_while_its_partner_is_paused() -> None:
