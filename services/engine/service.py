@@ -360,7 +360,7 @@ class EngineService(KindCallsMixin):
         self, time_slices: SliceClient, ticket: int, function: str, duration_s: float
     ) -> None:
         """Release a time slice after `duration_s` seconds."""
-        self.kinds.end_use()
+        self.kinds.end_use(SLICE_KINDS[function][0])
         time_slices.release_slice(ticket, function, duration_s)
 
     @call(Engine.set_tier)

@@ -39,7 +39,7 @@ class TierUsage:
 
 @message
 class MoveKinds:
-    """Order of a worker to its role process, which has no time slice, to move kinds of its tensors.
+    """Order of a worker to its role process to move kinds that it does not compute with.
 
     Copies are verified. A copy that exists at the tier stays whole until the new one is complete.
     A repeated order changes nothing; Fenced: a later order has come; StorageFull: no space.

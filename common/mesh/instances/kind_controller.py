@@ -2,12 +2,14 @@
 
 A kind is on the accelerator, or its memory there is freed. Copies of it may be in host memory and
 on disk. A move that fails or is cancelled leaves each kind whole in at least one tier. No kind
-moves while a piece of the process computes (`KindController.use_kinds`).
+moves while a piece of the process computes with it (`KindController.use_kinds`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -108,7 +110,8 @@ class KindController:
         }
         self._record = OffloadStorage(mesh, *targets)  # of the whole state, see `save_record`
         self._lock = asyncio.Lock()  # a move is in progress
-        self._user_count = 0  # pieces that compute with the tensors
+        self._used: Counter[str] = Counter()  # by kind: pieces that compute with its tensors
+        self._moving: frozenset[str] = frozenset()  # kinds of the order in progress
         # The process moves or has moved as a whole. Until it does, a piece that it waits for may
         # need orders.
         self.is_asleep = False
@@ -157,10 +160,11 @@ class KindController:
     async def use_kinds(
         self, kinds: Sequence[str] = (), changed: Sequence[str] = ()
     ) -> AsyncIterator[None]:
-        """Enter to compute with `kinds` and to change `changed`; nothing moves in the block.
+        """Enter to compute with `kinds` and to change `changed`; these do not move in the block.
 
-        The worker loads the kinds of a time slice before. One that is missing all the same, for
-        instance because the process is no longer time-sliced, is loaded here.
+        Without `kinds` none moves, and none is loaded. The worker loads the kinds of a time slice
+        before. One that is missing all the same, for instance because the process is no longer
+        time-sliced, is loaded here.
 
         Raises:
             CorruptData: The content was lost, and `clear_loss` was not called since.
@@ -170,21 +174,24 @@ class KindController:
         try:
             yield
         finally:
-            self.end_use()
+            self.end_use(kinds)
 
     async def begin_use(self, kinds: Sequence[str] = (), changed: Sequence[str] = ()) -> None:
         """Begin a use as `use_kinds` does; `end_use` must follow."""
-        async with self._lock:
+        used = kinds or list(self._kinds)
+        is_missing = any(self._kinds[name].memory is not None for name in kinds)
+        is_beside_order = self._moving and self._moving.isdisjoint(used) and not is_missing
+        async with contextlib.nullcontext() if is_beside_order else self._lock:
             if self.loss is not None:
                 raise self.loss
             for name in kinds:
                 await self._load(self._kinds[name], Cancellation())
             self.mark_changed(changed)
-            self._user_count += 1
+            self._used.update(used)
 
-    def end_use(self) -> None:
-        """End a use of `begin_use`."""
-        self._user_count -= 1
+    def end_use(self, kinds: Sequence[str] = ()) -> None:
+        """End a use of `begin_use` with the same kinds."""
+        self._used.subtract(kinds or list(self._kinds))
 
     def mark_changed(self, kinds: Sequence[str]) -> None:
         """Record that kinds differ from their copies from now on; call it while nothing moves."""
@@ -220,7 +227,7 @@ class KindController:
 
         Raises:
             Fenced: A later order has come.
-            Refused: The process computes in a time slice or moves as a whole, the order was
+            Refused: The process computes with the kinds or moves as a whole, the order was
                 cancelled, or the process cannot execute it.
             StorageFull: The tier has no space.
             CorruptData: A copy has changed, and no other one is left.
@@ -284,18 +291,27 @@ class KindController:
         self._check_order(order)
         async with self._lock_for_order(cancellation):
             tier = self._check_order(order)
-            if self._user_count:
-                raise self._refuse("the process computes")
-            for kind in [self._kinds[name] for name in order.kinds]:
-                cancellation.check()
-                if order.action == "load":
-                    await self._load(kind, cancellation)
-                elif order.action == "drop":
-                    await self._drop(kind)
-                elif order.action == "write_back":
-                    await self._write_back(kind, tier, cancellation)
-                else:
-                    await self._offload(kind, tier, cancellation)
+            if any(self._used[name] for name in order.kinds):
+                raise self._refuse("the process computes with them")
+            self._moving = frozenset(order.kinds)
+            try:
+                for kind in [self._kinds[name] for name in order.kinds]:
+                    cancellation.check()
+                    await self._move_kind(kind, order.action, tier, cancellation)
+            finally:
+                self._moving = frozenset()
+
+    async def _move_kind(
+        self, kind: _Kind, action: str, tier: Tier, cancellation: Cancellation
+    ) -> None:
+        if action == "load":
+            await self._load(kind, cancellation)
+        elif action == "drop":
+            await self._drop(kind)
+        elif action == "write_back":
+            await self._write_back(kind, tier, cancellation)
+        else:
+            await self._offload(kind, tier, cancellation)
 
     def _check_order(self, order: MoveKinds) -> Tier:
         """Return the order's tier; raise Refused if the order is invalid here."""

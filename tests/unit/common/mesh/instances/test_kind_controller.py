@@ -167,11 +167,18 @@ async def test_orders_are_fenced_by_number_and_repeatable(tmp_path: Path) -> Non
             await process.kinds.move_kinds(MoveKinds(5 + len(wrong[2]), wrong[1], *wrong[::2]))
 
 
-async def test_nothing_moves_while_the_process_computes_or_sleeps(tmp_path: Path) -> None:
+async def test_kinds_in_use_and_those_of_a_sleeping_process_do_not_move(tmp_path: Path) -> None:
     process = Process(tmp_path)
     async with process.kinds.use_kinds(("parameters",)):
         with pytest.raises(Refused, match="process computes"):
             await process.order("offload", "parameters")
+        found = await process.order("offload", "kv_cache")
+        assert found["kv_cache"].accelerator_bytes == 0
+        process.assert_equal_bits("parameters")
+    async with process.kinds.use_kinds():
+        with pytest.raises(Refused, match="process computes"):
+            await process.order("load", "kv_cache")
+    await process.order("load", "kv_cache")
     await process.order("offload", "parameters")
     async with process.kinds.use_kinds(("parameters",)):  # loads the missing kind
         process.assert_equal_bits()
@@ -181,6 +188,23 @@ async def test_nothing_moves_while_the_process_computes_or_sleeps(tmp_path: Path
     process.kinds.is_asleep, process.is_time_sliced = False, False
     with pytest.raises(Refused, match="without time slices"):
         await process.order("offload", "parameters")
+
+
+async def test_use_begins_beside_a_move_of_another_kind(tmp_path: Path) -> None:
+    process = Process(tmp_path, numbers=1 << 10)
+    process.close_gate(0)
+    moving = asyncio.create_task(process.order("offload", "kv_cache"))
+    while not process.has_arrived.is_set():
+        await asyncio.sleep(0.001)
+    async with asyncio.timeout(scaled(10.0)), process.kinds.use_kinds(("parameters",)):
+        own_kind = asyncio.create_task(process.kinds.begin_use(("kv_cache",)))
+        await asyncio.sleep(0)
+        assert not moving.done() and not own_kind.done()
+        process.gate.set()
+        assert (await moving)["kv_cache"].accelerator_bytes == 0
+        await own_kind
+        process.assert_equal_bits()
+    process.kinds.end_use(("kv_cache",))
 
 
 async def test_deleting_copies_spares_those_of_offloaded_kinds(tmp_path: Path) -> None:
