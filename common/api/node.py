@@ -91,22 +91,29 @@ class ReleaseSlice:
 
 
 @message
+class KindUse:
+    """Kinds that a time slice of an instance computes with."""
+
+    instance: str
+    kinds: list[str]  # none: all of the instance
+    starts_in_s: float = 0.0  # expected, for a slice that has not begun
+
+
+@message
 class PrepareResidency:
     """Order of a gang's slice scheduler to bring kinds of an instance onto a worker's accelerator.
 
-    Other kinds leave it to make room. A prefetch takes only room that nothing else needs, and the
-    next order may cancel it.
+    Other kinds leave it to make room. A prefetch moves what is needed first in the place of what is
+    needed later, and the next order may cancel it.
     """
 
     ticket: str  # name of the request for a time slice; a repeated ticket is the same order
     instance: str
     generation: int
     kinds: list[str]
-    # instances whose kinds must stay: they compute in time slices now
-    computing_instances: list[str]
+    computing: list[KindUse]  # by slices that run now: these kinds must stay
     prefetch: bool
-    # instances that wait for time slices, the expected next one first: their kinds leave last
-    waiting_instances: list[str] = field(default_factory=list)
+    expected: list[KindUse] = field(default_factory=list)  # kinds that are needed last leave first
 
 
 @message

@@ -71,13 +71,21 @@ class KindMover:
         self._mesh, self._table, self._free_bytes, self._kill = mesh, table, free_bytes, kill
         self.is_closing = False  # the worker exits: its processes end without further orders
         self._changed = asyncio.Event()  # a move has ended
-        self.active_instances: frozenset[str] = frozenset()  # of the plan that runs now
+        self.active: Sequence[PlannedMove] = ()  # of the plan that runs now
+        self._computing: frozenset[str] = frozenset()  # instances, beside that plan
         # Orders increase, also after a restart of the worker.
         self._last_order = int(mesh.clock.wall() * 1000)
         self.rates = MoveRates()
 
-    async def run(self, planned: Sequence[PlannedMove], results: MoveResults) -> None:
+    async def run(
+        self,
+        planned: Sequence[PlannedMove],
+        results: MoveResults,
+        computing: frozenset[str] = frozenset(),
+    ) -> None:
         """Run planned moves and add their outcome to `results`.
+
+        A process of `computing` instances moves other kinds between the pieces of its slice.
 
         Processes move their kinds concurrently, each its own one after another; a load begins when
         there is room. A failed move ends its process's moves. A cancellation ends the moves in
@@ -87,7 +95,7 @@ class KindMover:
         loads: dict[str, list[PlannedMove]] = defaultdict(list)
         for move in planned:
             (loads if move.action == "load" else evictions)[move.instance].append(move)
-        self.active_instances = frozenset(move.instance for move in planned)
+        self.active, self._computing = planned, computing
         leaving = {
             instance: asyncio.create_task(self._run_sequence(moves, results), name="evict")
             for instance, moves in evictions.items()
@@ -103,7 +111,7 @@ class KindMover:
                 task.cancel()
             if leaving:
                 await asyncio.wait(leaving.values())
-            self.active_instances = frozenset()
+            self.active, self._computing = (), frozenset()
 
     async def _load(
         self,
@@ -179,7 +187,7 @@ class KindMover:
         )
 
     def _record(self, entry: ProcessKinds, answer: KindStates, planned: PlannedMove) -> None:
-        self._table.record(entry, answer)
+        self._table.record(entry, answer, is_stale=entry.is_stale)  # true while it computes
         if planned.action != "write_back":
             entry.prefetched_bytes.pop(planned.kind, None)
 
@@ -222,6 +230,8 @@ class KindMover:
             self._mesh.log.error("a process survives", process=entry.name, error=str(error))
 
     def _limit_s(self, planned: PlannedMove, source: str, target: str) -> float:
+        if planned.instance in self._computing:
+            return SET_TIER_TIMEOUT_S
         rate = self.rates.by_direction.get(f"{source}>{target}", SLOW_RATE)
         expected_s = planned.copied_bytes / rate
         return min(SET_TIER_TIMEOUT_S, max(MIN_MOVE_TIMEOUT_S, TIMEOUT_FACTOR * expected_s))

@@ -51,6 +51,7 @@ class ProcessKinds:
     places: dict[str, KindPlace] = field(default_factory=dict)  # by kind; empty: it has none
     is_stale: bool = False  # it has computed since its report
     prefetched_bytes: dict[str, int] = field(default_factory=dict)  # by kind, until a time slice
+    most_bytes: dict[str, int] = field(default_factory=dict)  # by kind: its largest size so far
 
     def describes(self, process: LocalProcess) -> bool:
         """Return True if the entry is of this run of the process, at its tier."""
@@ -149,6 +150,7 @@ class KindTable:
         entry = ProcessKinds(process.name, instance, generation, pid, tier)
         if earlier is not None and earlier.describes(process):
             entry.prefetched_bytes = earlier.prefetched_bytes
+            entry.most_bytes = earlier.most_bytes
         self._entries[instance] = entry
         self.record(entry, answer, is_stale=instance in computing)
         if not entry.places:
@@ -157,6 +159,9 @@ class KindTable:
     def record(self, entry: ProcessKinds, answer: KindStates, *, is_stale: bool = False) -> None:
         """Replace the kinds of a process by those that it has reported."""
         entry.is_stale = is_stale
+        for state in answer.kinds:
+            most_bytes = max(state.size_bytes, entry.most_bytes.get(state.kind, 0))
+            entry.most_bytes[state.kind] = most_bytes
         entry.places = {
             state.kind: KindPlace(
                 entry.instance,
@@ -167,6 +172,7 @@ class KindTable:
                 state.disk_bytes,
                 state.is_dirty,
                 state.can_drop,
+                entry.most_bytes[state.kind] - state.size_bytes,
             )
             for state in answer.kinds
         }

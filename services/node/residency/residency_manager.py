@@ -7,6 +7,7 @@ here needs Redis.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -15,6 +16,7 @@ from meshrl.common.api.node import (
     PREPARE_TIMEOUT_S,
     InstanceResidency,
     KindMove,
+    KindUse,
     PrepareResidency,
     ResidencyReport,
     ResidencyState,
@@ -28,15 +30,14 @@ from meshrl.common.state.pool.workers.rows import TensorKind, Tier, TierBytes
 from meshrl.services.node.instances.budgets import Budgets
 from meshrl.services.node.instances.desired_roles import DesiredRole
 from meshrl.services.node.instances.gpu_memory import GpuMemoryFull, GpuMemoryGuard
+from meshrl.services.node.residency.background_moves import BackgroundMoves, is_of
 from meshrl.services.node.residency.kind_moves import KindMover, MoveResults
 from meshrl.services.node.residency.kind_table import KindTable, LocalProcess
 from meshrl.services.node.residency.residency_plan import (
     PlannedMove,
     ResidencySnapshot,
     plan_order,
-    plan_prefetch,
     plan_room,
-    plan_write_back,
 )
 from meshrl.services.node.residency.start_rooms import StartRooms
 
@@ -56,13 +57,7 @@ class _Order:
     results: MoveResults = field(default_factory=MoveResults)
     task: asyncio.Task[ResidencyReport] | None = None
     waiter_count: int = 0
-    is_preempted: bool = False  # a prefetch that an order has cancelled
-
-    def includes(self, request: PrepareResidency) -> bool:
-        """Return True if this prefetch loads only what an order needs, too."""
-        own = self.request
-        is_subset = not request.kinds or (own.kinds and set(own.kinds) <= set(request.kinds))
-        return own.instance == request.instance and bool(is_subset)
+    is_preempted: bool = False  # a prefetch that an order or another prefetch follows
 
 
 class ResidencyManager:
@@ -91,11 +86,8 @@ class ResidencyManager:
         )
         self._lock = asyncio.Lock()  # of the accelerator: one plan at a time
         self._orders: dict[tuple[str, bool], _Order] = {}  # by ticket and prefetch
-        self._write_back_task: asyncio.Task[None] | None = None
-        self._holder = ""  # instance of the last order: it may compute
+        self._background = BackgroundMoves(self._lock, self._table, self._mover, self._snapshot)
         self._needed: dict[str, SliceBytes] = {}  # by instance
-        # by instance: kinds of its last order, with which it computes; empty: unknown, or all
-        self._ordered_kinds: dict[str, Sequence[str]] = {}
         self._rooms = StartRooms(mesh, self)
 
     async def __aenter__(self) -> Self:
@@ -108,7 +100,7 @@ class ResidencyManager:
     async def __aexit__(self, *_: object) -> None:
         self._mover.is_closing = True
         await self._rooms.close()
-        tasks = [order.task for order in self._orders.values()] + [self._write_back_task]
+        tasks = [order.task for order in self._orders.values()]
         for task in tasks:
             if task is not None:
                 task.cancel()
@@ -128,9 +120,7 @@ class ResidencyManager:
             NotFound: No process of this generation of the instance runs here.
             MeshError: The instance's process has failed to load its kinds.
         """
-        if not order.prefetch:
-            self._ordered_kinds[order.instance] = order.kinds
-        if self._is_resident(order):
+        if not self.is_limited or (not order.prefetch and self._is_resident(order)):
             return self._complete(order, [])
         key = order.ticket, order.prefetch
         current = self._orders.get(key)
@@ -138,6 +128,8 @@ class ResidencyManager:
             await asyncio.wait([current.task])  # it ends at the next chunk; then the order is new
             current = self._orders.get(key)
         if current is None:
+            for other in self._orders.values():
+                other.is_preempted |= order.prefetch and other.request.prefetch
             current = self._orders[key] = _Order(order)
             current.task = asyncio.create_task(self._run(current), name=f"prepare {order.instance}")
             current.task.add_done_callback(consume_exception)
@@ -178,10 +170,9 @@ class ResidencyManager:
                 used_bytes = self._budgets.get_usage(process.name).accelerator
                 size_bytes = {str(TensorKind.PARAMETERS): max(1, used_bytes)}
                 instances.append(InstanceResidency(instance, generation, {}, size_bytes, []))
-        working_bytes = max((self._compute_working_bytes(one, ()) for one in known), default=0)
+        uses = [KindUse(instance, []) for instance in known]
+        working_bytes = max(map(self._compute_working_bytes, uses), default=0)
         fits_together = self._has_free_room(working_bytes)
-        if fits_together and not any(place.missing_bytes for place in self._table.places):
-            self._ordered_kinds.clear()  # the next slices need no order
         budget = self.accelerator_budget
         return ResidencyState(budget, instances, self.copy_rates, fits_together)
 
@@ -261,8 +252,8 @@ class ResidencyManager:
         self,
         desired: DesiredRole,
         size_bytes: int,
-        fixed: Collection[str],
-        waiting: Sequence[str],
+        computing: Sequence[KindUse],
+        expected: Sequence[KindUse],
         results: MoveResults,
     ) -> None:
         """Make and claim room, unless an order has done so."""
@@ -270,7 +261,7 @@ class ResidencyManager:
             return
         instance = desired.instance.id
         await self._execute(
-            lambda snapshot: plan_room(snapshot, instance, size_bytes), fixed, waiting, results
+            lambda snapshot: plan_room(snapshot, instance, size_bytes), computing, expected, results
         )
         self._claim(desired, size_bytes)
 
@@ -292,7 +283,6 @@ class ResidencyManager:
                 await self._stop_background(request)
                 async with self._lock:
                     await self._bring(request, order.results)
-            self._start_write_back(request)
             return self._complete(request, order.results.moves)
         except asyncio.CancelledError:
             if order.is_preempted:
@@ -303,10 +293,11 @@ class ResidencyManager:
 
     async def _bring(self, request: PrepareResidency, results: MoveResults) -> None:
         """Bring the requested kinds onto the accelerator, or make room for a process's start."""
-        instance, computing = request.instance, {*request.computing_instances}
+        instance = request.instance
+        computing = [use for use in request.computing if use.instance != instance]
         room = await self._rooms.find(instance, lambda: self._has_process(request))
         if room is not None:
-            await self._make_room(*room, computing - {instance}, request.waiting_instances, results)
+            await self._make_room(*room, computing, request.expected, results)
             return
         if not self._has_process(request):
             raise NotFound(
@@ -315,10 +306,10 @@ class ResidencyManager:
             )
         await self._execute(
             lambda snapshot: plan_order(snapshot, instance, request.kinds),
-            computing - {instance},
-            request.waiting_instances,
+            computing,
+            request.expected,
             results,
-            requester=instance,
+            KindUse(instance, request.kinds),
         )
 
     def _has_process(self, request: PrepareResidency) -> bool:
@@ -332,25 +323,30 @@ class ResidencyManager:
     async def _execute(
         self,
         make_plan: MakePlan,
-        fixed: Collection[str],
-        waiting: Sequence[str],
+        computing: Sequence[KindUse],
+        expected: Sequence[KindUse],
         results: MoveResults,
-        requester: str = "",
+        requester: KindUse | None = None,
     ) -> None:
         """Plan and move until nothing is left to do; a failure leads to another plan.
 
         Raises the errors of the plan, and of the requester's own process.
         """
         full_tiers: set[str] = set()
-        staying = set(fixed)
+        staying: set[str] = set()
+        names = frozenset(use.instance for use in computing)
+
+        def make_snapshot() -> ResidencySnapshot:
+            more = {"staying": staying, "full_tiers": full_tiers, "requester": requester}
+            return self._snapshot(computing, expected, **more)
+
         for _ in range(MAX_PLANS):
-            await self._table.refresh(staying, requester)
-            computing = {*fixed, requester} - {""}
-            planned = await self._wait_for_plan(make_plan, staying, waiting, full_tiers, computing)
+            await self._table.refresh(names | staying, requester.instance if requester else "")
+            planned = await self._wait_for_plan(make_plan, make_snapshot, names | staying)
             if not planned:
                 return
             count = len(results.failures)
-            await self._mover.run(planned, results)
+            await self._mover.run(planned, results, names)
             if len(results.failures) == count:
                 return
             for move, error in results.failures[count:]:
@@ -358,7 +354,7 @@ class ResidencyManager:
                     entry.is_stale = True  # its process has not exited
                 if isinstance(error, StorageFull) and move.tier:
                     full_tiers.add(move.tier)
-                elif move.instance == requester:
+                elif requester is not None and move.instance == requester.instance:
                     raise error
                 elif isinstance(error, PeerLost | NotFound):
                     await self._mesh.clock.sleep(LOST_POLL_S)  # until its supervisor has noticed
@@ -373,16 +369,14 @@ class ResidencyManager:
     async def _wait_for_plan(
         self,
         make_plan: MakePlan,
-        fixed: Collection[str],
-        waiting: Sequence[str],
-        full_tiers: Collection[str],
+        make_snapshot: Callable[[], ResidencySnapshot],
         computing: Collection[str],
     ) -> list[PlannedMove]:
         """Plan; wait for room while processes that start, wake or leave have it."""
         was_expected = False
         while True:
             try:
-                return make_plan(self._snapshot(fixed, waiting, full_tiers, computing))
+                return make_plan(make_snapshot())
             except GpuMemoryFull:
                 is_expected = self._is_room_expected()
                 if not is_expected and not was_expected:
@@ -390,7 +384,7 @@ class ResidencyManager:
             was_expected = is_expected
             await self._mesh.clock.sleep(ROOM_POLL_S)
             # One that waits for a time slice of its own can give its room back.
-            await self._table.refresh(fixed, calls_starting=True)
+            await self._table.refresh(computing, calls_starting=True)
 
     def _is_room_expected(self) -> bool:
         """Return True if room is about to appear; claims that are too old end."""
@@ -408,47 +402,58 @@ class ResidencyManager:
 
     def _snapshot(
         self,
-        fixed: Collection[str] = (),
-        waiting: Sequence[str] = (),
+        computing: Sequence[KindUse] = (),
+        expected: Sequence[KindUse] = (),
+        *,
+        staying: Collection[str] = (),
         full_tiers: Collection[str] = (),
-        computing: Collection[str] = (),
+        requester: KindUse | None = None,
     ) -> ResidencySnapshot:
-        """Return the state to plan from; `computing` instances need room beside their kinds."""
+        """Return the state to plan from.
+
+        `computing` instances and the `requester` need room beside their kinds.
+        """
         budgets, other_bytes = self._budgets.limits, self._table.sum_other_bytes()
-        working_bytes = sum(
-            self._compute_working_bytes(one, self._ordered_kinds.get(one, ()))
-            for one in {*computing}
-        )
-        other_bytes = replace(other_bytes, accelerator=other_bytes.accelerator + working_bytes)
+        working: defaultdict[str, int] = defaultdict(int)  # by instance
+        for use in (*computing, *([requester] if requester is not None else [])):
+            working_bytes = self._compute_working_bytes(use)
+            working[use.instance] = max(working[use.instance], working_bytes)
+        used_bytes = other_bytes.accelerator + sum(working.values())
         moving = {one.process_key[0] for one in self._table.processes if one.is_moving}
+        fully_used = {use.instance for use in computing if not use.kinds}
         return ResidencySnapshot(
             self._table.places,
             TierBytes(self.accelerator_budget, budgets.memory, budgets.disk),
-            other_bytes,
-            frozenset(fixed) | moving,
-            waiting,
+            replace(other_bytes, accelerator=used_bytes),
+            frozenset({*staying, *moving, *fully_used}),
+            frozenset((use.instance, kind) for use in computing for kind in use.kinds),
+            expected,
             self.copy_rates,
             frozenset(full_tiers),
         )
 
-    def _compute_working_bytes(self, instance: str, kinds: Sequence[str]) -> int:
-        """Return the bytes that an instance needs to compute with these kinds; 0: unknown.
+    def _compute_working_bytes(self, use: KindUse) -> int:
+        """Return the bytes that a slice needs beside the kinds that are there; 0: unknown.
 
-        Functions with the optimizer's state update it, load it or save it, and compute no passes.
+        Its kinds may grow to their largest size so far. Functions with the optimizer's state update
+        it, load it or save it, and compute no passes.
         """
-        entry, needed = self._table.find(instance), self._needed.get(instance)
+        entry, needed = self._table.find(use.instance), self._needed.get(use.instance)
         if entry is None or needed is None:
             return 0
-        kind_bytes = sum(place.size_bytes for place in entry.places.values())
-        needed_bytes = needed.update if TensorKind.OPTIMIZER in kinds else needed.total
-        return max(0, needed_bytes - kind_bytes)
+        needed_bytes = needed.update if TensorKind.OPTIMIZER in use.kinds else needed.total
+        growth_bytes = sum(
+            place.growth_bytes
+            for kind, place in entry.places.items()
+            if not use.kinds or kind in use.kinds
+        )
+        return max(0, needed_bytes - sum(entry.most_bytes.values())) + growth_bytes
 
     def _is_resident(self, order: PrepareResidency) -> bool:
         """Return True if nothing has to move, and no move in progress touches the instance."""
-        if not self.is_limited:
-            return True
         has_orders = any(not one.request.prefetch for one in self._orders.values())
-        if has_orders or order.instance in self._mover.active_instances:
+        active = self._mover.active
+        if has_orders or any(is_of(move, order) for move in active):
             return False
         entry = self._table.find(order.instance)
         if entry is None or entry.generation != order.generation:
@@ -458,15 +463,16 @@ class ResidencyManager:
             for place in entry.places.values()
             if not order.kinds or place.kind in order.kinds
         )
-        working_bytes = self._compute_working_bytes(order.instance, order.kinds)
-        return not is_missing and self._has_free_room(working_bytes)
+        working_bytes = self._compute_working_bytes(KindUse(order.instance, order.kinds))
+        loading_bytes = sum(move.size_bytes for move in active if move.action == "load")
+        return not is_missing and self._has_free_room(working_bytes + loading_bytes)
 
     def _complete(self, request: PrepareResidency, moves: list[KindMove]) -> ResidencyReport:
         """Return the report of an order whose kinds are on the accelerator: it computes now."""
         entry = self._table.find(request.instance)
         prefetched_bytes = 0
         if not request.prefetch:
-            self._holder = request.instance
+            self._background.holder = KindUse(request.instance, request.kinds)
             if entry is not None:
                 entry.is_stale = True
                 kinds = [
@@ -478,70 +484,27 @@ class ResidencyManager:
     # -- moves behind the holder of a time slice -------------------------------------------------
 
     async def _prefetch(self, order: _Order) -> ResidencyReport:
-        """Load the kinds that fit into room that nothing else needs."""
-        request, moves = order.request, order.results.moves
-        async with self._lock:
-            computing = {*request.computing_instances, self._holder} - {""}
-            if request.instance in computing or not self._has_process(request):
-                return ResidencyReport(False, moves, 0)
-            await self._table.refresh(computing)
-            computing |= {self._holder} - {""}  # granted during the refresh
-            if request.instance in computing:
-                return ResidencyReport(False, moves, 0)
-            snapshot = self._snapshot(computing, request.waiting_instances, (), computing)
-            planned = plan_prefetch(snapshot, request.instance, request.kinds)
-            try:
-                await self._mover.run(planned, order.results)
-            finally:
-                self._note_prefetched(moves)
-            entry = self._table.find(request.instance)
-            is_complete = entry is not None and not any(
-                place.missing_bytes
-                for place in entry.places.values()
-                if not request.kinds or place.kind in request.kinds
-            )
-        return ResidencyReport(is_complete, moves, 0)
-
-    def _note_prefetched(self, moves: Sequence[KindMove]) -> None:
-        for move in moves:
-            entry = self._table.find(move.instance)
-            if entry is not None and move.target == Tier.ACCELERATOR:
-                entry.prefetched_bytes[move.kind] = move.size_bytes
-
-    def _start_write_back(self, request: PrepareResidency) -> None:
-        """Write dirty kinds back while the instance computes, so that they can leave at once."""
-        if not any(place.missing_bytes for place in self._table.places):
-            return  # all instances fit together: nothing is about to leave
-        fixed = {request.instance, *request.computing_instances}
-        self._write_back_task = asyncio.create_task(
-            self._write_back(fixed), name="write dirty kinds back"
+        """Move kinds beside the holder until an order or another prefetch is next."""
+        request = order.request
+        await self._background.run(request, order.results, lambda: order.is_preempted)
+        entry = self._table.find(request.instance)
+        is_complete = entry is not None and not any(
+            place.missing_bytes
+            for place in entry.places.values()
+            if not request.kinds or place.kind in request.kinds
         )
-        self._write_back_task.add_done_callback(consume_exception)
-
-    async def _write_back(self, fixed: Collection[str]) -> None:
-        failed: set[str] = set()
-        while True:
-            async with self._lock:  # of one move only: a prefetch may be next
-                planned = plan_write_back(self._snapshot({*fixed, *failed, self._holder}))
-                if not planned:
-                    return
-                results = MoveResults()
-                await self._mover.run(planned[:1], results)
-                failed |= {move.instance for move, _ in results.failures}
+        return ResidencyReport(is_complete, order.results.moves, 0)
 
     async def _stop_background(self, request: PrepareResidency) -> None:
-        """End moves behind the holder; a prefetch for the same request completes instead."""
-        await _cancel(self._write_back_task)
+        """End moves behind the holder; one that brings what the request needs completes."""
+        is_helpful = self._background.loads_for(request)
         for order in [one for one in self._orders.values() if one.request.prefetch]:
-            assert order.task is not None
-            if order.includes(request):
-                await asyncio.wait([order.task])
-            else:
-                order.is_preempted = True
+            order.is_preempted = True
+            if not is_helpful:
                 await _cancel(order.task)
 
 
-async def _cancel(*tasks: asyncio.Task[ResidencyReport] | asyncio.Task[None] | None) -> None:
+async def _cancel(*tasks: asyncio.Task[ResidencyReport] | None) -> None:
     """Cancel tasks and wait until they have ended.
 
     A second cancellation would interrupt the calls by which a task ends its moves.

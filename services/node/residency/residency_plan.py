@@ -7,9 +7,11 @@ first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshrl.common.api.node import KindUse
 from meshrl.common.state.pool.workers.rows import TensorKind, Tier, TierBytes
 from meshrl.services.node.instances.budgets import OverBudget
 from meshrl.services.node.instances.gpu_memory import GpuMemoryFull
@@ -26,6 +28,8 @@ LOAD_ORDER = (
 # the rate of memory.
 ASSUMED_MEMORY_RATE = 1e9
 ASSUMED_DISK_SHARE = 0.2
+MIN_USE_S = 0.1  # sooner uses are equally urgent
+MIN_URGENCY = -20.0  # of a kind with an expected use: in 12 days
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class KindPlace:
     disk_bytes: int = 0  # of its copy there
     is_dirty: bool = False  # True: no copy equals the tensors on the accelerator
     can_drop: bool = False  # True: its process rebuilds it without a copy
+    growth_bytes: int = 0  # that it may have more when it is used, as it had before
 
     @property
     def missing_bytes(self) -> int:
@@ -62,7 +67,8 @@ class ResidencySnapshot:
     budgets: TierBytes  # of the worker; 0: unlimited
     other_bytes: TierBytes  # used on each tier by processes that have no kinds
     fixed_instances: frozenset[str] = frozenset()  # whose kinds must stay where they are
-    waiting_instances: Sequence[str] = ()  # for time slices; the expected next one first
+    fixed_kinds: frozenset[tuple[str, str]] = frozenset()  # the same, with their instances
+    expected: Sequence[KindUse] = ()  # by the next time slices
     rates: Mapping[str, float] = field(default_factory=dict)  # bytes per second, `source>target`
     full_tiers: frozenset[str] = frozenset()  # that have rejected a copy, whatever their budget
 
@@ -78,6 +84,22 @@ class ResidencySnapshot:
         if not budget:
             return float("inf")
         return budget - used - sum(bytes_on(place, tier) for place in self.places)
+
+    def is_fixed(self, place: KindPlace) -> bool:
+        """Return True for a kind that must stay where it is."""
+        key = place.instance, place.kind
+        return place.instance in self.fixed_instances or key in self.fixed_kinds
+
+    def find_next_use_s(self, place: KindPlace) -> float:
+        """Return the seconds until a kind is expected to be needed; infinity: unknown."""
+        return min(
+            (
+                use.starts_in_s
+                for use in self.expected
+                if use.instance == place.instance and (not use.kinds or place.kind in use.kinds)
+            ),
+            default=math.inf,
+        )
 
     def estimate_s(self, size_bytes: int, source: Tier, target: Tier) -> float:
         """Return the expected seconds of a copy, by the measured rate if there is one."""
@@ -152,7 +174,7 @@ def plan_room(
         place
         for place in snapshot.places
         if place.accelerator_bytes
-        and place.instance not in snapshot.fixed_instances - {instance}
+        and (place.instance == instance or not snapshot.is_fixed(place))
         and (place.instance, place.kind) not in stay
     ]
     evictable_bytes = sum(place.accelerator_bytes for place in candidates)
@@ -171,53 +193,65 @@ def plan_room(
     return _plan_evictions(snapshot, instance, candidates, int(lacking))
 
 
-def plan_prefetch(
-    snapshot: ResidencySnapshot, instance: str, kinds: Collection[str]
-) -> list[PlannedMove]:
-    """Plan the moves of a prefetch: kinds that fit into room that nothing else needs.
+def plan_prefetch(snapshot: ResidencySnapshot) -> list[PlannedMove]:
+    """Plan the load of the missing kind that is needed first, and what leaves for it.
 
-    That is free room, and the room of clean kinds of instances that neither compute nor wait.
-    Kinds that do not fit are left out.
+    Only kinds leave that are needed later, by at least the seconds of the moves that this causes.
+    So no two kinds displace each other in turn. Empty: nothing that is worth it fits.
     """
-    room = snapshot.free_bytes(Tier.ACCELERATOR)
-    protected = {instance, *snapshot.fixed_instances, *snapshot.waiting_instances}
-    clean = sorted(
-        (
-            place
-            for place in snapshot.places
-            if place.accelerator_bytes
-            and place.copy_tier is not None
-            and place.instance not in protected
-        ),
-        key=lambda place: min(option.cost_s for option in _list_options(snapshot, place)),
-    )
-    evictable_bytes = sum(place.accelerator_bytes for place in clean)
-    loads = []
-    for place in _sort_for_loading(snapshot.places):
-        is_requested = place.instance == instance and (not kinds or place.kind in kinds)
-        if is_requested and 0 < place.missing_bytes <= room + evictable_bytes:
-            room -= place.missing_bytes
-            loads.append(place)
-    if not loads:
-        return []
-    evictions = choose_evictions(
-        [_list_options(snapshot, place) for place in clean], max(0, int(-min(room, 0.0))), 0, 0
-    )
-    assert evictions is not None  # nothing is copied, and the loads fit
-    return [*map(_make_eviction, evictions), *map(_make_load, loads)]
+    free = snapshot.free_bytes(Tier.ACCELERATOR)
+    movable = [place for place in snapshot.places if not snapshot.is_fixed(place)]
+    by_use = [(snapshot.find_next_use_s(place), place) for place in _sort_for_loading(movable)]
+    for use_s, place in sorted(by_use, key=lambda pair: pair[0]):
+        if math.isinf(use_s):
+            break
+        free -= place.growth_bytes
+        if not place.missing_bytes or not (
+            place.memory_bytes or place.disk_bytes or place.can_drop
+        ):
+            continue
+        later = [
+            other
+            for other in movable
+            if other.accelerator_bytes
+            and snapshot.find_next_use_s(other) >= use_s + _estimate_swap_s(snapshot, place, other)
+        ]
+        lacking = max(0, int(place.missing_bytes - min(free, place.missing_bytes)))
+        evictions = _choose_by_urgency(snapshot, "", later, lacking)
+        if evictions is not None:
+            return [*evictions, _make_load(place)]
+    return []
+
+
+def _estimate_swap_s(snapshot: ResidencySnapshot, place: KindPlace, other: KindPlace) -> float:
+    """Return the seconds to load a kind, and to move another one away and back."""
+    size, memory, accelerator = place.missing_bytes, Tier.MEMORY, Tier.ACCELERATOR
+    source = place.copy_tier or memory
+    costs_s = [option.cost_s for option in _list_options(snapshot, other)]
+    return snapshot.estimate_s(size, source, accelerator) + min(costs_s, default=math.inf)
 
 
 def plan_write_back(snapshot: ResidencySnapshot) -> list[PlannedMove]:
     """Plan copies of dirty kinds to memory as far as it has room; they stay on the accelerator.
 
-    The kinds that are needed last are first, because they are evicted first.
+    The kinds that are needed last are first, because they are evicted first. Those that the
+    accelerator can hold until they are needed stay as they are.
     """
     room = snapshot.free_bytes(Tier.MEMORY)
+    lasting_bytes = snapshot.budgets.accelerator or math.inf
+    lasting_bytes -= snapshot.other_bytes.accelerator
+    lasting_bytes -= sum(p.accelerator_bytes for p in snapshot.places if snapshot.is_fixed(p))
+    movable = [place for place in snapshot.places if not snapshot.is_fixed(place)]
+    leaving = []
+    for place in sorted(movable, key=snapshot.find_next_use_s):
+        lasting_bytes -= max(place.size_bytes + place.growth_bytes, place.accelerator_bytes)
+        if lasting_bytes < 0 or math.isinf(snapshot.find_next_use_s(place)):
+            leaving.append(place)
     moves = []
-    for place in sorted(snapshot.places, key=lambda place: _urgency(snapshot, "", place)):
+    for place in reversed(leaving):
         is_dirty = place.is_dirty and place.accelerator_bytes and not place.can_drop
         needed = max(0, place.size_bytes - place.memory_bytes)
-        if is_dirty and place.instance not in snapshot.fixed_instances and needed <= room:
+        if is_dirty and needed <= room:
             room -= needed
             size = place.accelerator_bytes
             moves.append(
@@ -231,18 +265,12 @@ def _plan_evictions(
 ) -> list[PlannedMove]:
     """Choose the cheapest evictions among the kinds that are needed last.
 
-    Kinds of a more urgent class are considered only if the less urgent ones do not suffice.
+    Raises OverBudget if the tiers have no room for their copies.
     """
+    evictions = _choose_by_urgency(snapshot, instance, candidates, lacking)
+    if evictions is not None:
+        return evictions
     room = [snapshot.free_bytes(tier) for tier in (Tier.MEMORY, Tier.DISK)]
-    for urgency in sorted({_urgency(snapshot, instance, place) for place in candidates}):
-        options = [
-            _list_options(snapshot, place)
-            for place in reversed([*_sort_for_loading(candidates)])  # of equal costs the last first
-            if _urgency(snapshot, instance, place) <= urgency
-        ]
-        evictions = choose_evictions(options, lacking, *room)
-        if evictions is not None:
-            return [*map(_make_eviction, sorted(evictions, key=lambda one: one.cost_s))]
     memory_room, disk_room = (max(0, int(min(free, 1 << 60))) for free in room)
     raise OverBudget(
         f"{instance} needs {lacking} more bytes of the accelerator, and the kinds that must leave "
@@ -253,18 +281,40 @@ def _plan_evictions(
     )
 
 
-def _urgency(snapshot: ResidencySnapshot, requester: str, place: KindPlace) -> int:
-    """Return how soon a kind is needed: 0 for instances that do not wait and for optimizers, the
-    highest for the next instance.
+def _choose_by_urgency(
+    snapshot: ResidencySnapshot, requester: str, candidates: Sequence[KindPlace], lacking: int
+) -> list[PlannedMove] | None:
+    """Choose the cheapest evictions among the kinds that are needed last; None: they do not fit.
 
-    Most slices of a training step compute gradients only.
+    Kinds of a more urgent class are considered only if the less urgent ones do not suffice.
     """
-    if place.kind == TensorKind.OPTIMIZER:
-        return 0
-    waiting = [instance for instance in snapshot.waiting_instances if instance != requester]
-    if place.instance in waiting:
-        return 1 + len(waiting) - waiting.index(place.instance)
-    return int(place.instance == requester)
+    if lacking <= 0:
+        return []
+    room = [snapshot.free_bytes(tier) for tier in (Tier.MEMORY, Tier.DISK)]
+    urgencies = {(p.instance, p.kind): _urgency(snapshot, requester, p) for p in candidates}
+    for urgency in sorted({*urgencies.values()}):
+        options = [
+            _list_options(snapshot, place)
+            for place in reversed([*_sort_for_loading(candidates)])  # of equal costs the last first
+            if urgencies[place.instance, place.kind] <= urgency
+        ]
+        evictions = choose_evictions(options, lacking, *room)
+        if evictions is not None:
+            return [*map(_make_eviction, sorted(evictions, key=lambda one: one.cost_s))]
+    return None
+
+
+def _urgency(snapshot: ResidencySnapshot, requester: str, place: KindPlace) -> float:
+    """Return how soon a kind is needed: each class has half the seconds of the one before.
+
+    An optimizer without an expected use is the least urgent, since most slices of a training step
+    compute gradients only; then come the kinds of instances that do not compute.
+    """
+    use_s = snapshot.find_next_use_s(place)
+    if math.isinf(use_s):
+        is_used = place.instance == requester and place.kind != TensorKind.OPTIMIZER
+        return -math.inf if not is_used else MIN_URGENCY
+    return max(MIN_URGENCY, float(-math.floor(math.log2(max(use_s, MIN_USE_S)))))
 
 
 def _list_options(snapshot: ResidencySnapshot, place: KindPlace) -> list[Eviction[KindPlace]]:

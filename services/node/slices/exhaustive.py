@@ -39,3 +39,7 @@ class Exhaustive:
     def compute_quantum_s(self, switch_s: float) -> float:
         """Return infinity for any switch that takes time."""
         return math.inf if switch_s > 0.0 else 0.0
+
+    def compute_follow_up_s(self, cost_s: float) -> float:
+        """Return 0: its quantum covers all slices."""
+        return 0.0

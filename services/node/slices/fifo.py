@@ -21,3 +21,7 @@ class Fifo:
     def compute_quantum_s(self, switch_s: float) -> float:
         """Return 0: an instance with a newer request never keeps its ranks."""
         return 0.0
+
+    def compute_follow_up_s(self, cost_s: float) -> float:
+        """Return 0: the order of requests holds."""
+        return 0.0

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshrl.common.api.node import (
     PREPARE_TIMEOUT_S,
+    KindUse,
     PrepareResidency,
     ResidencyReport,
     ResidencyState,
@@ -41,7 +42,7 @@ class GangResidency:
         self._workers: tuple[str, ...] = ()  # by rank
         self._record: object = None  # what the cached states depend on
         self._cached: dict[str, ResidencyState] = {}  # by worker; missing: unknown
-        # by instance: ticket of its request, and the holder beside which its prefetch was ordered
+        # by instance: tickets of its request, and of the slice beside which a prefetch was ordered
         self._prefetches: dict[str, tuple[str, str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # prefetches, and reads of states
 
@@ -75,7 +76,7 @@ class GangResidency:
         return estimate_switch_s(request.instance, request.kinds, known)
 
     async def prepare(
-        self, request: SliceRequest, computing: list[str], waiting: list[str]
+        self, request: SliceRequest, computing: list[KindUse], expected: list[KindUse]
     ) -> list[ResidencyReport]:
         """Bring what a request needs onto the accelerators of all its ranks.
 
@@ -89,7 +90,7 @@ class GangResidency:
             if self.is_resident(request.ranks):
                 return []
             limit_s = PREPARE_FLOOR_S + PREPARE_FACTOR * self.estimate_switch_s(request)
-            order = _build_order(request, request.ticket, computing, waiting, prefetch=False)
+            order = _build_order(request, request.ticket, computing, expected, prefetch=False)
             return await self._send(request.ranks, order, min(limit_s, PREPARE_TIMEOUT_S))
         except StorageFull:
             raise
@@ -101,18 +102,22 @@ class GangResidency:
             ) from error
 
     def start_prefetch(
-        self, request: SliceRequest, holder: SliceRequest, computing: list[str], waiting: list[str]
+        self,
+        request: SliceRequest,
+        holder: SliceRequest | None,
+        computing: list[KindUse],
+        expected: list[KindUse],
     ) -> None:
-        """Start the prefetch of an instance beside a holder, once for each of its requests.
+        """Start the prefetch beside a holder's slice, or beside none, once for the next request.
 
         The workers end the prefetch themselves when another order needs the room.
         """
-        key = request.ticket, holder.instance
+        key = request.ticket, holder.ticket if holder is not None else ""
         if self._prefetches.get(request.instance) == key or self.is_resident(request.ranks):
             return
         self._prefetches[request.instance] = key
-        ticket = f"{request.ticket} beside {holder.instance}"
-        order = _build_order(request, ticket, computing, waiting, prefetch=True)
+        ticket = f"{key[0]} beside {key[1]}"
+        order = _build_order(request, ticket, computing, expected, prefetch=True)
         self._run(self._prefetch(request.ranks, order), f"prefetch of {request.instance}")
 
     async def _prefetch(self, ranks: Collection[int], order: PrepareResidency) -> None:
@@ -172,7 +177,12 @@ class GangResidency:
 
 
 def _build_order(
-    request: SliceRequest, ticket: str, computing: list[str], waiting: list[str], *, prefetch: bool
+    request: SliceRequest,
+    ticket: str,
+    computing: list[KindUse],
+    expected: list[KindUse],
+    *,
+    prefetch: bool,
 ) -> PrepareResidency:
     return PrepareResidency(
         ticket,
@@ -181,5 +191,5 @@ def _build_order(
         list(request.kinds),
         computing,
         prefetch,
-        waiting,
+        expected,
     )

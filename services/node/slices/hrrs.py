@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshrl.services.node.slices.slice_policy import (
+    SHORT_REASON,
     STARVATION_CAP_S,
     GangState,
     RankedCandidate,
     split_overdue,
 )
 
+FOLLOW_UP_SHARE = 0.1  # of a waiting slice's cost, by which short ones of the last holder delay it
 QUANTUM_SWITCHES = 2.0  # an instance keeps its ranks for so many durations of the next switch
 
 
@@ -41,24 +43,34 @@ class HighestResponseRatio:
             ),
             key=lambda one: -one.score,
         )
-        kept = [one for one in ranked if self._is_in_quantum(gang, one, ranked)]
-        rest = [one for one in ranked if one not in kept]
-        return overdue + [RankedCandidate(k.candidate, k.score, "quantum") for k in kept] + rest
+        reasons = {one: self._find_reason(gang, one, ranked) for one in ranked}
+        kept = [RankedCandidate(o.candidate, o.score, why) for o, why in reasons.items() if why]
+        return overdue + kept + [one for one in ranked if not reasons[one]]
 
     def compute_quantum_s(self, switch_s: float) -> float:
         """Return the multiple of the switch's duration."""
         return self.quantum_switches * switch_s
 
-    def _is_in_quantum(
+    def compute_follow_up_s(self, cost_s: float) -> float:
+        """Return a share of the cost: the next tensors are loaded beside the short slices."""
+        return FOLLOW_UP_SHARE * cost_s
+
+    def _find_reason(
         self, gang: GangState, one: RankedCandidate, ranked: list[RankedCandidate]
-    ) -> bool:
-        """Return True for a last holder that has used less than its quantum, if another waits."""
-        request = one.candidate.request
+    ) -> str:
+        """Return why the last holder goes first if another waits; "": it does not.
+
+        It has used less than its quantum, or its slice is short, such as the sync after an update.
+        """
+        request, service_s = one.candidate.request, one.candidate.service_s
         tenure = gang.get_tenure(request)
         if tenure is None:
-            return False
+            return ""
         for other in ranked:
             rival = other.candidate.request
             if rival.instance != request.instance and rival.ranks & request.ranks:
-                return tenure.used_s < self.compute_quantum_s(other.candidate.switch_s)
-        return False
+                if tenure.used_s < self.compute_quantum_s(other.candidate.switch_s):
+                    return "quantum"
+                most_s = self.compute_follow_up_s(other.candidate.cost_s)
+                return SHORT_REASON if tenure.short_s + service_s <= most_s else ""
+        return ""

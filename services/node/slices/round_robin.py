@@ -29,3 +29,7 @@ class RoundRobin:
     def compute_quantum_s(self, switch_s: float) -> float:
         """Return 0: the turn passes on after each slice."""
         return 0.0
+
+    def compute_follow_up_s(self, cost_s: float) -> float:
+        """Return 0: the turn passes on after each slice."""
+        return 0.0

@@ -8,6 +8,7 @@ from typing import Protocol
 
 STARVATION_CAP_S = 60.0  # longest wait for a slice, where the slices of the others allow it
 STARVATION_REASON = "starvation cap"
+SHORT_REASON = "short slice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Tenure:
 
     instance: str
     used_s: float  # duration of its slices so far
+    short_s: float = 0.0  # expected, of its last slices that went before a rival as short ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,9 @@ class SlicePolicy(Protocol):
 
     def compute_quantum_s(self, switch_s: float) -> float:
         """Return for how long an instance keeps its ranks before a switch of that duration."""
+
+    def compute_follow_up_s(self, cost_s: float) -> float:
+        """Return by how much short slices of the last holder may delay one of that cost."""
 
 
 def split_overdue(

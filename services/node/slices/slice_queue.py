@@ -11,10 +11,14 @@ a lease: its holder must be killed after the deadline, and its ranks are free on
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from meshrl.common.api.node import KindUse
+from meshrl.services.node.slices.forecast import InstanceSlices, PastSlice, list_uses
 from meshrl.services.node.slices.slice_policy import (
+    SHORT_REASON,
     STARVATION_REASON,
     Candidate,
     GangState,
@@ -29,6 +33,7 @@ DEFAULT_SERVICE_S = 1.0  # of a slice without an estimate, to compare it with ot
 # since its next request often follows at once; at most ANTICIPATION_CAP_S.
 ANTICIPATION_SHARE = 0.1
 ANTICIPATION_CAP_S = 0.5
+ANTICIPATION_FACTOR = 4.0  # times the expected gap before a short slice of the last holder
 
 FUNCTIONS = (
     "generate",
@@ -131,6 +136,7 @@ class SliceQueue:
         self._being_killed: set[str] = set()  # tickets of holders that are being killed
         self._tenures: dict[int, Tenure] = {}  # by rank
         self._activity: dict[str, _Activity] = {}  # by instance
+        self._past: defaultdict[str, InstanceSlices] = defaultdict(InstanceSlices)
         self.anticipates_until = math.inf  # end of the wait for a last holder's next request
 
     @property
@@ -175,10 +181,40 @@ class SliceQueue:
         requests += [grant.request for grant in self._grants.values()]
         return [request for request in requests if request.instance == instance]
 
-    def list_waiting_instances(self, now: float) -> list[str]:
-        """Return the instances that wait, the expected next one first."""
+    def list_computing(self) -> list[KindUse]:
+        """List the kinds that the holders' slices compute with."""
+        requests = [grant.request for grant in self._grants.values()]
+        return [KindUse(one.instance, list(one.kinds)) for one in requests]
+
+    def forecast_uses(self, now: float) -> list[KindUse]:
+        """Return the kinds that the next slices of all instances need, the soonest first.
+
+        Requests follow the holders in the policy's order, and then what each instance repeats.
+        """
+        ends: dict[str, tuple[SliceRequest, float]] = {}  # by instance: last known slice, its end
+        busy_s: dict[int, float] = {}  # by rank: until it is free
+        uses = []
+        for grant in self._grants.values():
+            left_s = max(0.0, grant.granted_at + grant.request.estimate_s - now)
+            ends[grant.request.instance] = grant.request, left_s
+            busy_s |= dict.fromkeys(grant.request.ranks, left_s)
         ranked = self._rank_waiting(now) if self._waiting else []
-        return list(dict.fromkeys(one.candidate.request.instance for one in ranked))
+        queued = [(chosen.request, chosen.request.estimate_s) for chosen in self._chosen.values()]
+        queued += [(one.candidate.request, one.candidate.service_s) for one in ranked]
+        for request, service_s in queued:
+            start_s = max(busy_s.get(rank, 0.0) for rank in request.ranks)
+            uses.append(KindUse(request.instance, list(request.kinds), start_s))
+            ends[request.instance] = request, start_s + service_s
+            busy_s |= dict.fromkeys(request.ranks, start_s + service_s)
+        for instance, past in self._past.items():
+            last, end_s = ends.get(instance, (None, 0.0))
+            following = past.find_following(last.function if last is not None else "")
+            if following and last is None:
+                end_s = max(0.0, self._activity[instance].released_at - now + following[0].gap_s)
+            elif following:
+                end_s += following[0].gap_s
+            uses += list_uses(following, end_s)
+        return sorted(uses, key=lambda use: use.starts_in_s)
 
     def has(self, ticket: str) -> bool:
         """Return True for a request that waits, is chosen or is granted."""
@@ -205,6 +241,7 @@ class SliceQueue:
         for request in self.list_requests(instance):
             self._drop(request.ticket)
         self._activity.pop(instance, None)
+        self._past.pop(instance, None)
 
     def retain_instances(self, generations: Mapping[str, int], deadline: float) -> None:
         """Drop the requests of other instances, and shorten their slices to end at `deadline`.
@@ -218,7 +255,7 @@ class SliceQueue:
         for ticket, grant in self._grants.items():
             if generations.get(grant.request.instance) != grant.request.generation:
                 self._grants[ticket] = replace(grant, deadline=min(grant.deadline, deadline))
-        for table in (self._last_grants, self._activity):
+        for table in (self._last_grants, self._activity, self._past):
             for instance in table.keys() - generations.keys():
                 del table[instance]
 
@@ -240,7 +277,7 @@ class SliceQueue:
             request = one.candidate.request
             if not busy_ranks & request.ranks and not self._is_anticipating(one, now):
                 self._record(Decision(now, self.policy.name, tuple(ranked), one))
-                newly_chosen.append(self._choose(one.candidate, now))
+                newly_chosen.append(self._choose(one, now))
             busy_ranks |= request.ranks  # also while it waits: small requests never starve it
         return newly_chosen
 
@@ -264,19 +301,20 @@ class SliceQueue:
         quantum_s = min(self.policy.compute_quantum_s(rival.switch_s), self._limits.floor_s / 2.0)
         return max(0.0, quantum_s - tenure.used_s)
 
-    def predict_next(self, holder: SliceRequest, now: float) -> SliceRequest | None:
-        """Return the request that probably follows a holder on some of its ranks.
+    def predict_next(self, holder: SliceRequest | None, now: float) -> SliceRequest | None:
+        """Return the request that probably follows a holder on some of its ranks; None: anywhere.
 
         It is the best waiting one, or else the last one of the instance whose next request is
         expected first; None: no other instance is active.
         """
-        rival = self._find_next_waiting(holder, now)
+        rival = self._find_next_waiting(holder, now) if holder is not None else None
         if rival is not None:
             return rival.request
         expected = [
             (activity.released_at + activity.gap_s, activity.request)
             for instance, activity in self._activity.items()
-            if instance != holder.instance and activity.request.ranks & holder.ranks
+            if holder is None
+            or (instance != holder.instance and activity.request.ranks & holder.ranks)
         ]
         return min(expected, key=lambda one: one[0])[1] if expected else None
 
@@ -352,15 +390,18 @@ class SliceQueue:
             None,
         )
 
-    def _choose(self, candidate: Candidate, now: float) -> ChosenRequest:
-        request = candidate.request
+    def _choose(self, ranked: RankedCandidate, now: float) -> ChosenRequest:
+        candidate, request = ranked.candidate, ranked.candidate.request
         _, requested_at = self._waiting.pop(request.ticket)
         self._grant_count += 1
         self._last_grants[request.instance] = self._grant_count
         for rank in request.ranks:
             tenure = self._tenures.get(rank)
             if tenure is None or tenure.instance != request.instance:
-                self._tenures[rank] = Tenure(request.instance, 0.0)
+                tenure = Tenure(request.instance, 0.0)
+            is_short = ranked.reason == SHORT_REASON
+            short_s = tenure.short_s + candidate.service_s if is_short else 0.0
+            self._tenures[rank] = replace(tenure, short_s=short_s)
         chosen = ChosenRequest(request, requested_at, now, candidate.switch_s)
         self._chosen[request.ticket] = chosen
         return chosen
@@ -368,19 +409,35 @@ class SliceQueue:
     def _is_anticipating(self, one: RankedCandidate, now: float) -> bool:
         """Return True while ranks stay with their last holder, whose request is about to come."""
         request, switch_s = one.candidate.request, one.candidate.switch_s
-        limit_s = min(ANTICIPATION_SHARE * switch_s, ANTICIPATION_CAP_S)
         quantum_s = self.policy.compute_quantum_s(switch_s)
-        if limit_s <= 0.0 or one.reason == STARVATION_REASON:
+        if one.reason == STARVATION_REASON:
             return False
         for tenure in {self._tenures[rank] for rank in request.ranks if rank in self._tenures}:
             last = self._activity.get(tenure.instance)
-            if tenure.instance == request.instance or last is None or tenure.used_s >= quantum_s:
+            if tenure.instance == request.instance or last is None:
                 continue
-            is_prompt = last.gap_s <= limit_s or math.isinf(last.gap_s)
-            if is_prompt and now < last.released_at + limit_s:
+            limit_s = self._compute_follow_up_limit_s(tenure, one.candidate)
+            gap_s = 0.0
+            if tenure.used_s < quantum_s:
+                limit_s = max(limit_s, min(ANTICIPATION_SHARE * switch_s, ANTICIPATION_CAP_S))
+                gap_s = 0.0 if math.isinf(last.gap_s) else last.gap_s
+            if gap_s <= limit_s and now < last.released_at + limit_s:
                 self.anticipates_until = min(self.anticipates_until, last.released_at + limit_s)
                 return True
         return False
+
+    def _compute_follow_up_limit_s(self, tenure: Tenure, rival: Candidate) -> float:
+        """Return how long a rival waits for a short slice that the last holder is about to request.
+
+        0: none is expected soon enough.
+        """
+        following = self._past[tenure.instance].find_following()
+        if not following or rival.switch_s <= 0.0:
+            return 0.0
+        most_s = self.policy.compute_follow_up_s(rival.cost_s)
+        left_s = most_s - tenure.short_s - following[0].duration_s
+        limit_s = min(ANTICIPATION_FACTOR * following[0].gap_s, ANTICIPATION_CAP_S)
+        return limit_s if 0.0 < limit_s <= left_s else 0.0
 
     def _record_use(self, grant: SliceGrant, now: float) -> None:
         """Record the duration of a slice that ends."""
@@ -392,6 +449,8 @@ class SliceQueue:
         last = self._activity.get(request.instance)
         gap_s = last.gap_s if last is not None else math.inf
         self._activity[request.instance] = _Activity(request, now, gap_s)
+        known_gap_s = 0.0 if math.isinf(gap_s) else gap_s
+        self._past[request.instance].add(PastSlice(request, known_gap_s, now - grant.granted_at))
 
     def _drop(self, ticket: str) -> bool:
         """Remove a request or slice, and return True if there was one."""

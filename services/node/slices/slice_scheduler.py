@@ -277,6 +277,8 @@ class SliceScheduler:
         for grant in self._queue.grants:
             self._complete(grant)
             self._prefetch_beside(grant.request)
+        if not (self._queue.grants or self._queue.chosen or self._queue.waiting):
+            self._prefetch_beside(None)
 
     def _begin(self, request: SliceRequest, reports: Sequence[ResidencyReport]) -> None:
         """Begin the slice of a chosen request, whose tensors are in place."""
@@ -301,9 +303,10 @@ class SliceScheduler:
 
         It is cancelled when the request is dropped.
         """
-        waiting = self._queue.list_waiting_instances(self._mesh.clock.monotonic())
+        expected = self._queue.forecast_uses(self._mesh.clock.monotonic())
         try:
-            reports = await self._residency.prepare(request, self._list_holders(), waiting)
+            computing = self._queue.list_computing()
+            reports = await self._residency.prepare(request, computing, expected)
         except MeshError as error:
             self._fail_preparation(request, error)
         except BaseException as error:
@@ -334,18 +337,15 @@ class SliceScheduler:
         if future is not None and not future.done():
             future.set_exception(error)
 
-    def _prefetch_beside(self, holder: SliceRequest) -> None:
-        """Prefetch the tensors of the instance that probably follows a holder."""
-        if self._residency.is_resident(holder.ranks):
+    def _prefetch_beside(self, holder: SliceRequest | None) -> None:
+        """Prefetch the tensors of the instance that probably follows a holder, if any."""
+        if holder is not None and self._residency.is_resident(holder.ranks):
             return
         now = self._mesh.clock.monotonic()
         following = self._queue.predict_next(holder, now)
         if following is not None:
-            waiting = self._queue.list_waiting_instances(now)
-            self._residency.start_prefetch(following, holder, self._list_holders(), waiting)
-
-    def _list_holders(self) -> list[str]:
-        return [grant.request.instance for grant in self._queue.grants]
+            computing, expected = self._queue.list_computing(), self._queue.forecast_uses(now)
+            self._residency.start_prefetch(following, holder, computing, expected)
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

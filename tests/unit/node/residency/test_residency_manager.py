@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from meshrl.common.api.node import KindUse
 from meshrl.common.base.errors import MeshError, NotFound, StorageFull
 from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
 from meshrl.common.state.pool.workers.rows import Instance, Role, Tier, TierBytes
@@ -41,7 +42,7 @@ async def test_instances_that_fit_together_are_described_once(world: World) -> N
 async def test_instances_take_turns_within_the_budget_and_lose_nothing(world: World) -> None:
     a, b = await world.start("a"), await world.start_offloaded("b")
     for turn in range(6):
-        report = await world.take_slice("ba"[turn % 2], waiting_instances=["ab"[turn % 2]])
+        report = await world.take_slice("ba"[turn % 2], waiting=["ab"[turn % 2]])
         assert sum(move.size_bytes for move in report.moves if move.target == "accelerator") >= 40
         assert world.residency.state().rates["memory>accelerator"] == pytest.approx(100, rel=0.1)
     assert a.steps == b.steps == 3 and world.tiers.most[Tier.ACCELERATOR] <= 160
@@ -100,7 +101,7 @@ async def test_prefetch_hides_loads_and_is_reported_once(world: World) -> None:
     await world.start("a")
     b = await world.start_offloaded("b")
     await world.prepare("a")
-    ahead = await world.prepare("b", prefetch=True, computing_instances=["a"])
+    ahead = await world.prepare("b", prefetch=True, computing=["a"])
     assert not ahead.is_complete and sum(move.size_bytes for move in ahead.moves) == 40
     assert [one for one in b.calls if one.startswith("load")] == [
         "load parameters",
@@ -118,7 +119,7 @@ async def test_order_cancels_the_prefetch_of_another_instance_between_chunks(wor
     for instance in "abc":
         await (world.start if instance == "a" else world.start_offloaded)(instance)
     await world.prepare("a")
-    ahead = asyncio.create_task(world.prepare("b", prefetch=True, computing_instances=["a"]))
+    ahead = asyncio.create_task(world.prepare("b", prefetch=True, computing=["a"]))
     await world.clock.sleep(0.15)
     report = await world.prepare("c")
     assert {move.instance for move in report.moves} == {"a", "c"}
@@ -133,10 +134,10 @@ async def test_order_awaits_the_prefetch_of_its_own_instance(world: World) -> No
     await world.start("a")
     b = await world.start_offloaded("b")
     await world.prepare("a")
-    ahead = asyncio.create_task(world.prepare("b", prefetch=True, computing_instances=["a"]))
+    ahead = asyncio.create_task(world.prepare("b", prefetch=True, computing=["a"]))
     await world.clock.sleep(0.15)
     report = await world.prepare("b")
-    assert report.prefetched_bytes == 40 and "cancel" not in b.calls
+    assert report.prefetched_bytes == 20 and "cancel" not in b.calls
     assert not (await ahead).is_complete
 
 
@@ -145,14 +146,32 @@ async def test_kinds_written_back_behind_the_holder_leave_at_once(world: World) 
     a = await world.start("a")
     for instance in "bc":
         await world.start_offloaded(instance)
-    await world.take_slice("b", 5.0)
-    assert a.calls[-1].startswith("write_back") and not a.dirty
+    await world.prepare("b")
+    beside = world.prepare("b", prefetch=True, computing=["b"])
+    await asyncio.gather(beside, world.processes["b"].role.compute(list(a.sizes), 5.0))
+    assert a.calls[-1] == "write_back optimizer memory" and not a.dirty
     began = world.clock.monotonic()
-    report = await world.prepare("c", waiting_instances=["b"])
+    report = await world.prepare("c", waiting=["b"])
     assert {move.instance for move in report.moves} == {"a", "b", "c"}
-    left = [move for move in report.moves if move.instance == "a"]
-    assert sum(move.duration_s for move in left) < 0.1
-    assert world.clock.monotonic() - began < 2.0
+    [left] = [move for move in report.moves if move.instance == "a"]
+    assert left.duration_s < 0.1 and world.clock.monotonic() - began < 2.0
+
+
+@in_world(BUDGET)
+async def test_kinds_that_a_slice_does_not_need_make_room_while_it_computes(world: World) -> None:
+    a, b = await world.start("a"), await world.start_offloaded("b")
+    use = KindUse("a", ["parameters", "gradients"])
+    await world.prepare("a", *use.kinds)
+    computes = asyncio.create_task(a.compute(use.kinds, 5.0))
+    await world.clock.sleep(0.1)
+    ahead = world.order("b", prefetch=True, waiting=["b"])
+    ahead.expected.append(KindUse("a", ["optimizer"], 60.0))
+    ahead.computing.append(use)
+    assert (await world.residency.prepare(ahead)).is_complete and not computes.done()
+    assert {*a.buffers[Tier.ACCELERATOR]} == {*use.kinds} and a.steps == 0
+    await computes
+    report = await world.take_slice("b")
+    assert (report.moves, report.prefetched_bytes, b.steps) == ([], 100, 1)
 
 
 @in_world(TierBytes(accelerator=100, memory=140))
@@ -202,7 +221,7 @@ async def test_kinds_of_computing_instances_never_move(world: World) -> None:
     a = await world.start("a")
     await world.start_offloaded("b")
     with pytest.raises(GpuMemoryFull, match="at most 60 can be free"):
-        await world.prepare("b", computing_instances=["a"])
+        await world.prepare("b", computing=["a"])
     assert a.buffers[Tier.ACCELERATOR].keys() == a.sizes.keys()
     with pytest.raises(NotFound):
         await world.prepare("c")
@@ -215,13 +234,14 @@ async def fail_in_phase(world: World, phase: str, fault: Callable[[], Awaitable[
     failing.faults["load" if phase == "prefetch" else phase] = fault
     if phase == "prefetch":
         await world.prepare("a")
-        ahead = asyncio.create_task(world.prepare("b", prefetch=True, computing_instances=["a"]))
+        ahead = asyncio.create_task(world.prepare("b", prefetch=True, computing=["a"]))
         await world.clock.sleep(1.0)
         ahead.cancel()
         await asyncio.gather(ahead, return_exceptions=True)
     elif phase == "write_back":
         await world.prepare("b")
-        await world.clock.sleep(1.0)
+        beside = world.prepare("b", prefetch=True, computing=["b"])
+        await asyncio.gather(beside, return_exceptions=True)
     else:
         with_error = await asyncio.gather(world.prepare("b"), return_exceptions=True)
         assert isinstance(with_error[0], MeshError) == (phase == "load")
@@ -276,7 +296,7 @@ def test_worker_can_exit_at_any_time() -> None:
         await world.start_offloaded("b")
         await world.prepare("a")
         tasks = [
-            asyncio.create_task(world.prepare("b", prefetch=True, computing_instances=["a"])),
+            asyncio.create_task(world.prepare("b", prefetch=True, computing=["a"])),
             asyncio.create_task(world.prepare("b")),
         ]
         await world.clock.sleep(after_s)
@@ -301,9 +321,7 @@ def chaos(seed: int) -> None:
             names = list(world.processes)
             holder = random.choice(names)
             waiting = [name for name in names if name != holder]
-            task = asyncio.create_task(
-                world.take_slice(holder, random.random(), waiting_instances=waiting)
-            )
+            task = asyncio.create_task(world.take_slice(holder, random.random(), waiting=waiting))
             if random.random() < 0.2:
                 await world.clock.sleep(random.random())
                 if not world.processes[holder].role.is_computing:
@@ -313,7 +331,7 @@ def chaos(seed: int) -> None:
                 await asyncio.wait([task])
                 assert task.exception() is None
             if waiting and not world.processes[holder].role.is_computing:
-                ahead = world.prepare(random.choice(waiting), prefetch=True, computing_instances=[])
+                ahead = world.prepare(random.choice(waiting), prefetch=True, computing=[])
                 ahead_task = asyncio.create_task(ahead)
                 await world.clock.sleep(random.random())
                 if random.random() < 0.3:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshrl.common.api.node import KindUse
 from meshrl.common.base.errors import StorageFull
 from meshrl.common.state.pool.workers.rows import TensorKind, Tier, TierBytes
 from meshrl.services.node.instances.gpu_memory import GpuMemoryFull
@@ -97,9 +99,19 @@ def snapshots(draw: st.DrawFn) -> ResidencySnapshot:
             for tier in used
         }
     )
+    names = st.sampled_from(INSTANCES)
     holder = draw(st.sampled_from([*INSTANCES, ""]))
-    waiting = draw(st.permutations(INSTANCES))[: draw(st.integers(0, 3))]
-    return ResidencySnapshot(places, budgets, others, frozenset({holder} - {""}), waiting)
+    computes_with_all = draw(st.booleans())
+    used = frozenset((holder, kind) for kind in KINDS[:2]) if not computes_with_all else frozenset()
+    uses = st.builds(KindUse, names, st.lists(st.sampled_from(KINDS)), st.floats(0, 100))
+    return ResidencySnapshot(
+        places,
+        budgets,
+        others,
+        frozenset({holder} - {""}) if computes_with_all else frozenset(),
+        used,
+        draw(st.lists(uses, max_size=5)),
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -115,7 +127,7 @@ def test_plan_of_an_order_loads_all_kinds_within_the_budgets(
         staying = sum(
             one.size_bytes if key in requested else one.accelerator_bytes
             for key, one in places.items()
-            if key in requested or key[0] in snapshot.fixed_instances - {instance}
+            if key in requested or (snapshot.is_fixed(one) and key[0] != instance)
         )
         assert staying + snapshot.other_bytes.accelerator > snapshot.budgets.accelerator > 0
         return
@@ -123,7 +135,8 @@ def test_plan_of_an_order_loads_all_kinds_within_the_budgets(
         assert snapshot.budgets.memory and snapshot.budgets.disk
         return
     for move in moves:
-        assert move.instance == instance or move.instance not in snapshot.fixed_instances
+        at = places[move.instance, move.kind]
+        assert move.instance == instance or not snapshot.is_fixed(at)
         assert move.action == "load" or (move.instance, move.kind) not in requested
         execute(places, move)
         check_budgets(snapshot, places)
@@ -135,25 +148,25 @@ def test_plan_of_an_order_loads_all_kinds_within_the_budgets(
         assert free < min(evicted)
 
 
-@settings(max_examples=20, deadline=None)
-@given(snapshots(), st.sampled_from(INSTANCES), st.sets(st.sampled_from(KINDS)))
-def test_prefetch_takes_only_room_that_nothing_needs(
-    snapshot: ResidencySnapshot, instance: str, kinds: set[str]
+@settings(max_examples=30, deadline=None)
+@given(snapshots())
+def test_prefetch_ends_and_displaces_only_what_is_needed_later(
+    snapshot: ResidencySnapshot,
 ) -> None:
     places = index(snapshot)
-    moves = plan_prefetch(snapshot, instance, kinds)
-    for move in moves:
-        if move.action == "load":
-            assert move.instance == instance and (not kinds or move.kind in kinds)
-        else:
-            assert move.instance not in {
-                instance,
-                *snapshot.fixed_instances,
-                *snapshot.waiting_instances,
-            }
-            assert not move.copied_bytes
-        execute(places, move)
-        check_budgets(snapshot, places)
+    for _ in range(len(places) + 1):
+        moves = plan_prefetch(replace(snapshot, places=list(places.values())))
+        if not moves:
+            return
+        use_s = snapshot.find_next_use_s(places[moves[-1].instance, moves[-1].kind])
+        assert moves[-1].action == "load" and use_s < math.inf
+        for move in moves:
+            at = places[move.instance, move.kind]
+            assert move.action == "load" or not snapshot.is_fixed(at)
+            assert move.action == "load" or snapshot.find_next_use_s(at) > use_s
+            execute(places, move)
+            check_budgets(snapshot, places)
+    raise AssertionError("kinds displace each other in turn")
 
 
 @settings(max_examples=20, deadline=None)
@@ -163,12 +176,38 @@ def test_write_back_leaves_kinds_clean_and_within_the_memory_budget(
 ) -> None:
     places = index(snapshot)
     for move in plan_write_back(snapshot):
-        assert move.instance not in snapshot.fixed_instances
+        assert not snapshot.is_fixed(places[move.instance, move.kind])
         assert places[move.instance, move.kind].is_dirty
         execute(places, move)
         check_budgets(snapshot, places)
         assert not places[move.instance, move.kind].is_dirty
         assert places[move.instance, move.kind].accelerator_bytes
+
+
+def test_only_kinds_that_must_leave_before_their_use_are_written_back() -> None:
+    places = [
+        place("a", "parameters", 10),
+        place("b", "parameters", 10, is_dirty=True),
+        place("b", "gradients", 10, is_dirty=True),
+        place("b", "optimizer", 10, "memory"),
+    ]
+    uses = [KindUse("b", ["parameters"], 1.0), KindUse("b", ["optimizer"], 2.0)]
+    late = KindUse("b", ["gradients"], 9.0)
+    snapshot = ResidencySnapshot(places, TierBytes(30), TierBytes(), frozenset("a"), expected=uses)
+    assert [move.kind for move in plan_write_back(snapshot)] == ["gradients"]
+    wide = replace(snapshot, budgets=TierBytes(40), expected=[*uses, late])
+    assert plan_write_back(wide) == []
+
+
+def test_prefetch_waits_if_the_swap_takes_longer_than_it_saves() -> None:
+    places = [place("a", "parameters", 10, is_dirty=True), place("b", "parameters", 10, "memory")]
+    rates = {"accelerator>memory": 10.0, "memory>accelerator": 10.0}
+    seen = []
+    for late_s in (3.9, 4.1):  # load, copy away and load again: 3 s
+        uses = [KindUse("b", [], 1.0), KindUse("a", [], late_s)]
+        snapshot = ResidencySnapshot(places, TierBytes(10), TierBytes(), expected=uses, rates=rates)
+        seen.append([(move.instance, move.action) for move in plan_prefetch(snapshot)])
+    assert seen == [[], [("a", "offload"), ("b", "load")]]
 
 
 options = st.lists(
@@ -247,14 +286,11 @@ def test_kinds_of_the_next_instance_leave_last() -> None:
         place("b", "parameters", 10, is_dirty=True),
         place("c", "parameters", 10, "memory"),
     ]
-    snapshot = ResidencySnapshot(places, TierBytes(20), TierBytes(), waiting_instances=["a"])
+    uses = [KindUse("a", [], 2.0), KindUse("b", [], 60.0)]
+    snapshot = ResidencySnapshot(places, TierBytes(20), TierBytes(), expected=uses)
     assert [move.instance for move in plan_order(snapshot, "c", ())] == ["b", "c"]
-    assert [
-        move.instance
-        for move in plan_prefetch(
-            replace(snapshot, waiting_instances=["c"], fixed_instances=frozenset("b")), "c", ()
-        )
-    ] == ["a", "c"]
+    uses = [KindUse("b", [], 2.0), KindUse("a", [], 60.0)]
+    assert [m.instance for m in plan_order(replace(snapshot, expected=uses), "c", ())] == ["a", "c"]
 
 
 def test_full_memory_sends_kinds_to_disk_and_a_full_disk_is_reported_with_its_figures() -> None:

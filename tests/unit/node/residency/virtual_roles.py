@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from meshrl.common.api.calls.role import (
     SetTier,
     TierUsage,
 )
-from meshrl.common.api.node import PrepareResidency, ResidencyReport
+from meshrl.common.api.node import KindUse, PrepareResidency, ResidencyReport
 from meshrl.common.base.errors import Fenced, Refused, StorageFull
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
@@ -78,7 +79,8 @@ class KindRole(Actor):
         self.calls: list[str] = []
         self.order = 0
         self.cancelled: set[int] = set()
-        self.is_computing = self.is_dead = self.is_asleep = False
+        self.computing_kinds: frozenset[str] = frozenset()
+        self.is_dead = self.is_asleep = False
         self.steps = 0
         # by action: called at each chunk of such a move
         self.faults: dict[str, Callable[[], Awaitable[None]]] = {}
@@ -112,11 +114,12 @@ class KindRole(Actor):
     async def compute(self, kinds: Sequence[str], lasts_s: float) -> None:
         """Change tensors for some seconds."""
         async with self._moving:
-            if not self.is_asleep:  # else it was too late for this time slice
-                await self._compute(kinds, lasts_s)
+            if self.is_asleep:  # it was too late for this time slice
+                return
+            self.computing_kinds = frozenset(kinds)
+        await self._compute(kinds, lasts_s)
 
     async def _compute(self, kinds: Sequence[str], lasts_s: float) -> None:
-        self.is_computing = True
         await self.clock.sleep(lasts_s)
         self.steps += 1
         for kind in kinds:
@@ -124,7 +127,11 @@ class KindRole(Actor):
             assert np.all(buffer == (self.steps - 1) % 251), kind
             buffer[:] = self.steps % 251
             self.dirty.add(kind)
-        self.is_computing = False
+        self.computing_kinds = frozenset()
+
+    @property
+    def is_computing(self) -> bool:
+        return bool(self.computing_kinds)
 
     @call(RoleControl.drain)
     def drain(self, reason: str) -> None:
@@ -184,7 +191,8 @@ class KindRole(Actor):
         return await asyncio.shield(self._task)
 
     async def _move_all(self, request: MoveKinds) -> KindStates:
-        assert not self.is_computing, "a computing process moves its tensors"
+        is_used = self.computing_kinds.intersection(request.kinds)
+        assert not is_used, "a process moves tensors that it computes with"
         async with self._moving:
             if self.is_asleep:
                 raise Refused("the process moves as a whole")
@@ -323,23 +331,28 @@ class World:
         self.residency.release_instance(instance)
         self._exited[instance] = self.processes.pop(instance).role
 
-    def order(self, instance: str, *kinds: str, **more: object) -> PrepareResidency:
+    def order(
+        self,
+        instance: str,
+        *kinds: str,
+        computing: Sequence[str] = (),
+        waiting: Sequence[str] = (),
+        **more: object,
+    ) -> PrepareResidency:
         self._orders += 1
         fields = {
             "ticket": f"{instance}/{self._orders}",
-            "computing_instances": [],
-            "waiting_instances": [],
+            "computing": [KindUse(one, []) for one in computing],
             "prefetch": False,
+            "expected": [KindUse(one, [], 1.0 + number) for number, one in enumerate(waiting)],
             **more,
         }
         return PrepareResidency(instance=instance, generation=1, kinds=list(kinds), **fields)  # type: ignore[arg-type]
 
-    async def prepare(self, instance: str, *kinds: str, **more: object) -> ResidencyReport:
+    async def prepare(self, instance: str, *kinds: str, **more: Any) -> ResidencyReport:
         return await self.residency.prepare(self.order(instance, *kinds, **more))
 
-    async def take_slice(
-        self, instance: str, lasts_s: float = 1.0, **more: object
-    ) -> ResidencyReport:
+    async def take_slice(self, instance: str, lasts_s: float = 1.0, **more: Any) -> ResidencyReport:
         """Prepare an instance, and let it compute on all of its kinds."""
         report = await self.prepare(instance, **more)
         role = self.processes[instance].role

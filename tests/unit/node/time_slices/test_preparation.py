@@ -12,6 +12,7 @@ from meshrl.common.api.node import (
     ExplainSlices,
     InstanceResidency,
     KindMove,
+    KindUse,
     PrepareResidency,
     ReleaseSlice,
     ResidencyReport,
@@ -69,7 +70,8 @@ class DeclaredResidency:
 
     async def _move(self, order: PrepareResidency) -> ResidencyReport:
         moves = []
-        for other in self.bytes.keys() - {order.instance, *order.computing_instances}:
+        computing = {use.instance for use in order.computing}
+        for other in self.bytes.keys() - computing - {order.instance}:
             room = self.budget - sum(self.bytes.values()) + self.bytes[order.instance]
             if room < SIZE and not order.prefetch and self.bytes[other]:
                 moves.append(await self._move_one(other, 0))
@@ -269,9 +271,9 @@ async def test_waiting_instance_is_prefetched_beside_the_holder(stage: Stage) ->
     )
     await stage.clock.sleep(1.0)
     prefetches = [order for order in first.orders if order.prefetch]
-    assert [(o.instance, o.computing_instances, o.waiting_instances) for o in prefetches] == [
-        (CORE, [ENGINE], [CORE])
-    ]
+    [order] = prefetches
+    assert (order.instance, order.computing) == (CORE, [KindUse(ENGINE, ["parameters"])])
+    assert order.expected == [KindUse(CORE, ["parameters"], pytest.approx(1.0, abs=0.1))]
     assert [order.instance for order in second.orders if order.prefetch] == [CORE]
     await stage.clock.sleep(3.0)
     await release(engine, ENGINE)

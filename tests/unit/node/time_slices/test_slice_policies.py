@@ -40,9 +40,11 @@ NOW = 100.0
 RANK = frozenset({0})
 
 
-def make_request(instance: str, service_s: float = 1.0, number: int = 0) -> SliceRequest:
+def make_request(
+    instance: str, service_s: float = 1.0, number: int = 0, function: str = "train_step"
+) -> SliceRequest:
     ticket = f"{instance}/{number}"
-    return SliceRequest(ticket, instance, 1, "i", number, instance, "train_step", service_s, RANK)
+    return SliceRequest(ticket, instance, 1, "i", number, instance, function, service_s, RANK)
 
 
 def make_candidate(
@@ -97,6 +99,15 @@ def test_last_holder_keeps_its_ranks_for_a_multiple_of_the_next_switch() -> None
     assert beyond[0] == ("rival", "response ratio")
     free = order(policy, holder, make_candidate("rival", 20.0, 1.0), tenure=Tenure("holder", 0.0))
     assert free[0] == ("rival", "response ratio")  # a switch without a cost needs no quantum
+
+
+def test_short_slices_of_the_last_holder_delay_a_request_by_a_share_of_its_cost() -> None:
+    rival = make_candidate("rival", 20.0, 6.0, 0.1)
+    short = make_candidate("holder", 0.0, 0.5)
+    first = order(HighestResponseRatio(), short, rival, tenure=Tenure("holder", 6.0))
+    assert first[0] == ("holder", "short slice")
+    second = order(HighestResponseRatio(), short, rival, tenure=Tenure("holder", 6.5, 0.5))
+    assert second[0] == ("rival", "response ratio")
 
 
 def test_exhaustive_policy_keeps_the_last_holder_until_another_is_overdue() -> None:
@@ -229,6 +240,23 @@ def test_ranks_pass_on_at_once_after_a_late_request_or_a_used_quantum() -> None:
         queue.release(chosen.request.ticket, at + 1.0)
     queue.enqueue(make_request("b"), 4.0)
     assert [one.request.instance for one in queue.choose_waiting(4.0)] == ["b"]
+
+
+def test_ranks_stay_free_for_a_short_slice_that_is_expected_at_once() -> None:
+    queue = make_queue({"a": 0.0, "b": 0.1}, [])
+    at = 0.0
+    for number, (function, slice_s) in enumerate([("train_step", 6.0), ("sync", 0.3)] * 2):
+        if number == 3:
+            queue.enqueue(make_request("b", 6.0), at)
+            assert queue.choose_waiting(at) == []
+            assert queue.anticipates_until == pytest.approx(at + 0.08)
+        at += 0.02
+        queue.enqueue(make_request("a", slice_s, number, function), at)
+        [chosen] = queue.choose_waiting(at)
+        queue.begin(chosen.request.ticket, at)
+        at += slice_s
+        queue.release(chosen.request.ticket, at)
+    assert [one.request.instance for one in queue.choose_waiting(at)] == ["b"]
 
 
 def test_holder_learns_the_rest_of_its_quantum() -> None:
