@@ -62,14 +62,6 @@ class GangLane:
     gang: str
     spans: tuple[LaneSpan, ...]
 
-    def sum_slices_s(self) -> dict[tuple[str, str], float]:
-        """Return the seconds of slices by job and function."""
-        found: defaultdict[tuple[str, str], float] = defaultdict(float)
-        for span in self.spans:
-            if span.kind == SLICE:
-                found[span.job, span.function] += span.duration_s
-        return dict(sorted(found.items()))
-
     @property
     def switch_s(self) -> float:
         """Seconds of switches."""
