@@ -6,6 +6,7 @@ Usage:
     python -m loadtests.sharing colocate [--seeds 3]
     python -m loadtests.sharing colocate-real [--cells 1:4,2:1:2]
     python -m loadtests.sharing gang [--steps 8] [--budgets 1.6,1.2,2.0]
+        [--policies fifo,round_robin]
 
 - `policies`: the policies of time slices under virtual time, on `--cases` small random cases
   against every order (`*_over_oracle`: median ratio of the mean response time; `_p95`), and on
@@ -20,10 +21,13 @@ Usage:
 - `gang`: two jobs with engines of their own whose cores share a gang, on the real mesh with
   emulated accelerators, without staleness and with fixed seeds. `bit_equal`: each job's weights of
   all steps are those of the job alone. `gpu_hours_saved`: of those on separate gangs.
-  `slowdown_max`: of a job's training time relative to the job alone. `switch_s_warm` and
-  `switch_s_cold` (to or from a disk), `switch_share` of the time, and `prefetch_hidden_share` of
-  the loaded bytes. Each budget of `--budgets` is that multiple of a core's tensors on the
-  accelerator; figures of all but the first end with it in percent.
+  `slowdown_max`: of a job's training time relative to the job alone. `switch_s_warm`,
+  `switch_share` of the time, and `prefetch_hidden_share` of the loaded bytes: those that were
+  loaded before the gang switched to their slice. Each budget of `--budgets` is that multiple of a
+  core's tensors on the accelerator; figures of all but the first end with it in percent. At the
+  first one, `switch_s_cold`, `switch_share_cold` and `bit_equal_cold` are of a host without memory
+  for copies, so that they go to its disk. Each of `--policies` runs there, too:
+  `*_gang_makespan_ratio` and `*_gang_wait_p99_ratio` (for a slice) to `hrrs`.
 
 The last line is JSON.
 """
@@ -58,7 +62,9 @@ def run_real_colocation(folder: Path, chosen: argparse.Namespace) -> dict[str, A
 
 def run_gang(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     plan = GangPlan(chosen.steps, chosen.rollout_pace, chosen.training_pace)
-    return measure_shared_gang(plan, list(map(float, chosen.budgets.split(","))), os.environ)
+    budgets = list(map(float, chosen.budgets.split(",")))
+    policies = [name for name in chosen.policies.split(",") if name]
+    return measure_shared_gang(plan, budgets, policies, os.environ)
 
 
 def main() -> None:
@@ -73,6 +79,7 @@ def main() -> None:
         cell_steps=(20, "of each job of a cell"),
         steps=(8, "of each job of a gang"),
         budgets=("1.6,1.2,2.0", "of an accelerator, in cores"),
+        policies=("fifo,round_robin", "of time slices, beside the default one"),
         rollout_pace="100/8/100000",
         training_pace="200/600",
     )

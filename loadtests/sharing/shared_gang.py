@@ -25,6 +25,7 @@ from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.directory.owner_mesh import open_owner_mesh
+from meshrl.services.node.slices.policies import DEFAULT_POLICY
 from meshrl.view.mesh.gang_slices import is_time_sliced, read_gang_slices
 
 JOB = Path(__file__).parents[2] / "tests/mesh/jobs/digits.toml"
@@ -84,10 +85,12 @@ class GangRun:
     honest: dict[str, Any] = field(default_factory=dict)
 
 
-async def run_gang(plan: GangPlan, names: Sequence[str], workers: int, shared: bool) -> GangRun:
+async def run_gang(
+    plan: GangPlan, names: Sequence[str], workers: int, shared: bool, policy: str = DEFAULT_POLICY
+) -> GangRun:
     """Run the jobs at the same time on a mesh of so many workers; `shared`: cores on one gang."""
     with tempfile.TemporaryDirectory(prefix="g-") as made:
-        async with mesh_up(Path(made), workers) as mesh:
+        async with mesh_up(Path(made), workers, slice_policy=policy) as mesh:
             found = GangRun()
             async with _record_slices(mesh, found):
                 handles = [await _submit(mesh, plan, names[0])]
@@ -201,13 +204,32 @@ def describe_switches(slices: Sequence[SliceRecord], span_s: float) -> dict[str,
 
 
 @contextlib.contextmanager
-def declared_budget(environ: MutableMapping[str, str], size_bytes: int) -> Iterator[None]:
-    """Declare so many bytes for each accelerator of meshes that start in the block."""
-    environ["MESHRL_ACCELERATOR_BYTES"] = str(size_bytes)
+def declared_budgets(environ: MutableMapping[str, str], **sizes_bytes: int) -> Iterator[None]:
+    """Declare so many bytes of tiers for each worker of meshes that start in the block."""
+    declared = {f"MESHRL_{tier.upper()}_BYTES": str(size) for tier, size in sizes_bytes.items()}
+    environ.update(declared)
     try:
         yield
     finally:
-        del environ["MESHRL_ACCELERATOR_BYTES"]
+        for name in declared:
+            del environ[name]
+
+
+def compare_policies(first: GangRun, others: Mapping[str, GangRun]) -> dict[str, float]:
+    """Return makespans and longest waits for slices under policies, relative to the default one."""
+    found = {}
+    for name, run in others.items():
+        wait_ratio = _compute_wait_p99_s(run.slices) / _compute_wait_p99_s(first.slices)
+        found |= {
+            f"{name}_gang_makespan_ratio": run.span_s / first.span_s,
+            f"{name}_gang_wait_p99_ratio": wait_ratio,
+        }
+    return found
+
+
+def _compute_wait_p99_s(slices: Sequence[SliceRecord]) -> float:
+    waits = [one.granted_s - one.requested_s for one in slices]
+    return statistics.quantiles(waits, n=100, method="inclusive")[98]
 
 
 def compare_runs(
@@ -233,12 +255,16 @@ def compare_runs(
 
 
 def measure_shared_gang(
-    plan: GangPlan, budgets: Sequence[float], environ: MutableMapping[str, str]
+    plan: GangPlan,
+    budgets: Sequence[float],
+    policies: Sequence[str],
+    environ: MutableMapping[str, str],
 ) -> dict[str, Any]:
     """Run each job alone, both on separate gangs, and both on one gang at each budget.
 
     A budget of 1.6 holds the tensors of a core 1.6 times, beside what one core computes. Figures of
-    all but the first end with their budget in percent.
+    all but the first end with their budget in percent. At the first one, further runs have other
+    policies, and too little host memory for a kind, so that all kinds go to the disk.
     """
     alone = {name: asyncio.run(run_gang(plan, [name], 2, False)) for name in NAMES}
     separate = asyncio.run(run_gang(plan, NAMES, SEPARATE_WORKERS, False))
@@ -246,12 +272,25 @@ def measure_shared_gang(
     instance_bytes = round(1.5 * max(run.state_bytes for run in alone.values()))
     working_bytes = max(run.needed_bytes for run in alone.values()) - instance_bytes
     figures: dict[str, Any] = {"instance_bytes": instance_bytes}
-    for budget in budgets:
-        with declared_budget(environ, round(budget * instance_bytes + working_bytes)):
-            shared = asyncio.run(run_gang(plan, NAMES, SHARED_WORKERS, True))
+
+    def run_shared(
+        budget: float, policy: str = DEFAULT_POLICY, **more_bytes: int
+    ) -> tuple[GangRun, dict[str, Any]]:
+        accelerator = round(budget * instance_bytes + working_bytes)
+        with declared_budgets(environ, accelerator=accelerator, **more_bytes):
+            shared = asyncio.run(run_gang(plan, NAMES, SHARED_WORKERS, True, policy))
         found = compare_runs(alone, separate, shared)
         found |= describe_switches(shared.slices, shared.span_s)
-        print_progress({"budget": budget, **found})
-        suffix = "" if budget == budgets[0] else f"_at_{100 * budget:.0f}"
-        figures |= {f"{key}{suffix}": value for key, value in found.items()}
-    return figures
+        print_progress({"budget": budget, "policy": policy, **more_bytes, **found})
+        return shared, found
+
+    first, found = run_shared(budgets[0])
+    figures |= found
+    for budget in budgets[1:]:
+        _, found = run_shared(budget)
+        figures |= {f"{key}_at_{100 * budget:.0f}": value for key, value in found.items()}
+    others = {policy: run_shared(budgets[0], policy)[0] for policy in policies}
+    _, found = run_shared(budgets[0], memory=instance_bytes // 8)
+    figures["switch_s_cold"] = found["switch_s_cold"]
+    figures |= {f"{key}_cold": found[key] for key in ("bit_equal", "switch_share")}
+    return figures | compare_policies(first, others)
