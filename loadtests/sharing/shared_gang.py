@@ -217,7 +217,7 @@ def declared_budgets(environ: MutableMapping[str, str], **sizes_bytes: int) -> I
 
 def compare_policies(first: GangRun, others: Mapping[str, GangRun]) -> dict[str, float]:
     """Return makespans and longest waits for slices under policies, relative to the default one."""
-    found = {}
+    found: dict[str, float] = {}
     for name, run in others.items():
         wait_ratio = _compute_wait_p99_s(run.slices) / _compute_wait_p99_s(first.slices)
         found |= {

@@ -337,8 +337,9 @@ class ResidencyManager:
         names = frozenset(use.instance for use in computing)
 
         def make_snapshot() -> ResidencySnapshot:
-            more = {"staying": staying, "full_tiers": full_tiers, "requester": requester}
-            return self._snapshot(computing, expected, **more)
+            return self._snapshot(
+                computing, expected, staying=staying, full_tiers=full_tiers, requester=requester
+            )
 
         for _ in range(MAX_PLANS):
             await self._table.refresh(names | staying, requester.instance if requester else "")
