@@ -288,6 +288,10 @@ class TokenEngine(SteppableEngine, Protocol):
         """True if the content of freed memory cannot be copied, only built again."""
 
     @property
+    def keeps_weights(self) -> bool:
+        """True if the weights have their content again when their memory is allocated again."""
+
+    @property
     def cache_size_bytes(self) -> int:
         """Bytes of the cache's memory; 0: unknown, or before the first weights."""
 
@@ -342,6 +346,7 @@ class WithoutCacheTransfer:
     """Part of the contract for an engine whose keys and values are inaccessible."""
 
     cannot_copy_memory = True
+    keeps_weights = False
     running_cache_tokens = 0
     min_slice_s = 0.0
 

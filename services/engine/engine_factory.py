@@ -47,7 +47,7 @@ async def create_engine(mesh: Mesh, data: JobData, placement: Placement) -> Toke
         degree = 1 if pace else placement.ranks
         report = await _announce_start(mesh, placement)
         try:
-            return await _create_sglang_engine(mesh, data, placement.instance, degree, report)
+            return await _create_sglang_engine(mesh, data, placement, degree, report)
         except BaseException:
             with suppress(MeshError):
                 await mesh.leave()  # else a successor waits until the announced name expires
@@ -80,13 +80,19 @@ async def _announce_start(mesh: Mesh, placement: Placement) -> OnProgress:
 async def _create_sglang_engine(
     mesh: Mesh,
     data: JobData,
-    instance: str,
+    placement: Placement,
     tensor_parallel_size: int,
     report: OnProgress,
 ) -> SGLangEngine:
+    import torch
+
     from meshrl.services.engine.sglang.devices import VisibleDevices, read_visible_devices
     from meshrl.services.engine.sglang.engine import attach_engine
-    from meshrl.services.engine.sglang.launch_config import AdapterLimits, LaunchConfig
+    from meshrl.services.engine.sglang.launch_config import (
+        AdapterLimits,
+        LaunchConfig,
+        prefers_weights_backup,
+    )
     from meshrl.services.engine.sglang.server import SGLangServer
 
     limits, lora = data.config.rollout, data.config.lora
@@ -99,9 +105,11 @@ async def _create_sglang_engine(
         devices = await mesh.host.run_blocking(
             read_visible_devices, os.environ, deadline_s=DRIVER_TIMEOUT_S
         )
+    free_space = mesh.host.measure_free_space(data.local_run_dir)
+    weight_bytes = model.num_parameters * getattr(torch, limits.dtype).itemsize
     how = LaunchConfig(
         limits.sglang_python or str(locate_python(locate_environment("sglang"))),
-        data.local_run_dir / "sglang" / instance,
+        data.local_run_dir / "sglang" / placement.instance,
         limits.slots,
         limits.max_tokens,
         kv_tokens=limits.kv_tokens,
@@ -109,6 +117,8 @@ async def _create_sglang_engine(
         device=data.config.mesh.device,
         seed=data.config.seed,
         adapter_limits=adapters,
+        backs_up_weights=placement.time_sliced
+        and prefers_weights_backup(weight_bytes, free_space.memory_bytes),
         read_back=limits.verify_weights,
         options=tuple(limits.sglang_options),
         tensor_parallel_size=tensor_parallel_size,

@@ -73,8 +73,12 @@ class EngineKinds:
         return prefers_recomputation(copy_s, tokens, engine.prefill_tokens_per_s)
 
     async def _rebuild_weights(self, memory: ReleasableMemory) -> None:
-        """Allocate the memory; the current version is fetched before the next step."""
+        """Allocate the memory; the current version is fetched before the next step, unless the
+        engine has kept it.
+        """
         await self.controller.reallocate(memory)
+        if self._engine.keeps_weights:
+            return
         await self._commands.run_between_steps(
             self._engine.quarantine, "the loss of the engine's weights", is_first=True
         )

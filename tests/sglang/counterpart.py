@@ -12,7 +12,7 @@ import json
 import math
 import pickle
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Counterpart:
             v0_5.CONTINUE: self._continue_generation,
             v0_5.ABORT: self._abort,
             v0_5.FROM_DISK: self._load,
-            v0_5.RELEASE: self._nothing,
+            v0_5.RELEASE: self._release,
             v0_5.RESUME: self._nothing,
             v0_5.LOAD_ADAPTER: self._load_adapter,
             v0_5.UNLOAD_ADAPTER: self._unload_adapter,
@@ -207,6 +207,13 @@ class Counterpart:
         self.engine.abort([n for name, n in self._numbers.items() if every or name == rid])
         self._drain()
         return web.Response()
+
+    async def _release(self, request: web.Request) -> web.Response:
+        """Lose the content of released weights, unless they are backed up."""
+        tags = (await request.json())["tags"]
+        if "weights" in tags and not v0_5.keeps_released_weights(self.about):
+            self.engine.quarantine()
+        return web.json_response({})
 
     # -- pauses and weights ----------------------------------------------------------------------
 
@@ -338,6 +345,7 @@ def engine(
     stream_interval: int = 0,
     recompute: bool = False,
     memory: ServerMemory | None = None,
+    memory_bytes: Mapping[str, int] | None = None,
 ) -> SGLangEngine:
     """Return an SGLang engine with the weights of `decoder()` loaded as version 0."""
     watch = HealthWatch(server.http, server.get_exit_error)
@@ -351,6 +359,8 @@ def engine(
         read_back=read_back,
         recompute_on_update=recompute,
         restarts_for_sleep=memory is not None and memory.forgets_state,
+        memory_bytes=memory_bytes or {},
+        keeps_weights=v0_5.keeps_released_weights(server.about),
     )
     made = SGLangEngine(server.http, control, config, requests, served)
     made.wake(decoder(config=config).state_dict(), 0)

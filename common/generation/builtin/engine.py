@@ -118,7 +118,7 @@ class BuiltinEngine:
         # From `collect_cache` to the next step, requests do not take slots: that may copy a block.
         self._defers_requests = False
         self._is_cache_released = False
-        self.cannot_copy_memory = False
+        self.cannot_copy_memory = self.keeps_weights = False
         self.min_slice_s = 0.0
         self.cache_plan: CachePlan | None = None  # None before the first wake-up
         self._plan_cache = plan_cache

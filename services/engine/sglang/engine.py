@@ -78,6 +78,7 @@ class ServerInfo:
     restarts_for_sleep: bool = False  # its memory is released by ending its process
     restart_limit_s: float = 0.0  # limit of its start after such a sleep
     memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by tag; 0: below its precision
+    keeps_weights: bool = False  # it copies released weights to host memory and back
 
 
 class SGLangEngine(WithoutCacheTransfer):
@@ -107,6 +108,7 @@ class SGLangEngine(WithoutCacheTransfer):
         self._adapters = ServerAdapters(http, config, ranks, on_cpu=control.on_cpu)
         self._is_paused, self._is_asleep = False, True
         self.min_slice_s = MIN_SLICE_S
+        self.keeps_weights = server_info.keeps_weights
         self._is_between_slices = False  # the server computes nothing until the next step
         self._stepped_at_s = float("-inf")
         self._computing_since_s: float | None = None  # end of the last step, while requests run
@@ -438,6 +440,7 @@ def attach_engine(
         restarts_for_sleep=memory.forgets_state,
         restart_limit_s=server.limits.longest_s if memory.forgets_state else 0.0,
         memory_bytes=server.memory_bytes,
+        keeps_weights=server.keeps_weights,
     )
     requests = ServerRequests(
         server.http,

@@ -25,6 +25,8 @@ RESERVED_OPTIONS = {"--served-model-name", "--api-key", "--admin-api-key", "--co
 UNSET_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH")
 CPU_FLAGS = ("--attention-backend", "torch_native", "--sleep-on-idle")
 GPU_FLAGS = ("--enable-memory-saver",)  # without this flag, sleep releases no memory
+BACKUP_FLAG = "--enable-weights-cpu-backup"  # of released weights, in pinned host memory
+BACKUP_SPARE_BYTES = 8 << 30  # of free host memory that a backup leaves
 # With several data-parallel ranks SGLang gives each a port of its own.
 DATA_PARALLEL_FLAGS = ("--dp-size", "--data-parallel-size", "--dp")
 
@@ -74,6 +76,16 @@ class HierarchicalCache:
         return {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self.directory)}
 
 
+def prefers_weights_backup(weight_bytes: int, free_host_bytes: int) -> bool:
+    """Return True if a copy of released weights costs less than a reload, and fits.
+
+    Both copy the weights from the host to the GPU. The copy away takes as long again, at the rate
+    of pinned memory. A reload instead fetches the chunks of the version, checks their digests and
+    converts them, which takes several times as long.
+    """
+    return weight_bytes + BACKUP_SPARE_BYTES <= free_host_bytes
+
+
 @dataclass(frozen=True)
 class LaunchConfig:
     """Launch configuration of a server."""
@@ -87,6 +99,7 @@ class LaunchConfig:
     device: str = "cpu"
     seed: int = 0
     adapter_limits: AdapterLimits | None = None  # limits of adapters; None: no adapters
+    backs_up_weights: bool = False  # on a GPU: it copies released weights to host memory
     read_back: bool = False  # the server reports digests of its tensors
     options: tuple[str, ...] = ()  # further flags; the last of a kind takes effect
     tensor_parallel_size: int = 1  # GPUs that share the weights
@@ -142,6 +155,8 @@ class LaunchConfig:
         if "--enable-dp-attention" in self.options:
             flags += ["--dist-init-addr", f"127.0.0.1:{ports.data_parallel}"]
         flags += CPU_FLAGS if self.device == "cpu" else GPU_FLAGS
+        if self.backs_up_weights and self.device != "cpu":
+            flags.append(BACKUP_FLAG)
         tokens = self.kv_tokens
         if not tokens and self.device == "cpu":
             tokens = self.slots * (self.max_length + EXTRA_POSITIONS)

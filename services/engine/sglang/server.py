@@ -69,6 +69,7 @@ class SGLangServer:
         self.push_devices = PushDevices()  # of the server, and of this process
         self.sleep_tags: tuple[str, ...] = v0_5.SLEEP_TAGS  # empty: sleep must end the server
         self.memory_bytes: Mapping[str, int] = {}  # by tag
+        self.keeps_weights = False  # released weights have a copy in host memory
         self.start_text = ""  # progress of a start, for people
         self._child: ChildProcess | None = None
         self._ports: PortBlock | None = None
@@ -204,6 +205,7 @@ class SGLangServer:
         )
         self.sleep_tags = v0_5.choose_sleep_tags(about)
         self.memory_bytes = v0_5.parse_memory_bytes(about)
+        self.keeps_weights = v0_5.keeps_released_weights(about)
         if not self.version.startswith("0.5."):
             raise ConfigError(
                 f"SGLang {self.version} is not supported",

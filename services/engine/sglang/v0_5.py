@@ -178,6 +178,15 @@ def choose_sleep_tags(about: Mapping[str, Any]) -> tuple[str, ...]:
     return SLEEP_TAGS
 
 
+def keeps_released_weights(about: Mapping[str, Any]) -> bool:
+    """Return True if a described server copies weights to host memory before it releases them.
+
+    Weights that other processes share are not copied.
+    """
+    is_shared = about.get("weight_cache_mode", "off") != "off"
+    return bool(about.get("enable_weights_cpu_backup")) and not is_shared
+
+
 def parse_memory_bytes(about: Mapping[str, Any]) -> dict[str, int]:
     """Return the bytes of a described server's memory by tag, which it reports in GiB."""
     states = about.get("internal_states") or [{}]

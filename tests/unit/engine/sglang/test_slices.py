@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from meshrl.common.api.calls.role import MoveKinds
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.random import Random
+from meshrl.common.generation.engine_contract import NO_VERSION
+from meshrl.common.mesh.instances.time_slices import SliceClient
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.engine.service import EngineService
 from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang.launch_config import (
+    BACKUP_FLAG,
+    LaunchConfig,
+    prefers_weights_backup,
+)
+from meshrl.services.engine.sglang.ports import PortBlock
+from tests.meshes import alone
 from tests.unit.common.generation.engines_under_test import Listener, built_in, request
 from tests.unit.engine.sglang.test_updates import STATE, Bench, bodies
 
@@ -94,6 +110,55 @@ def test_empty_engine_has_no_work_for_a_slice_and_a_waiting_one_has(bench: Bench
     waiting: int = bench.engine.num_waiting
     assert waiting == 1
     assert bench.engine.step()
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+async def test_released_weights_are_sent_again_unless_the_server_backs_them_up(
+    keeps_weights: bool, tmp_path: Path
+) -> None:
+    about = {"enable_weights_cpu_backup": keeps_weights}
+    sizes = {"weights": 3 << 20, "kv_cache": 5 << 20}
+    bench = Bench(tmp_path, about=about, memory_bytes=sizes)
+    mesh = alone("engine/g0.0", SystemClock(), Random(1), SystemHost())
+    slices = SliceClient(mesh, "worker/w0", "g0.0", 1, enabled=True)
+    service = EngineService(mesh, bench.engine, lambda action: action(), time_slices=slices)
+
+    async def run_commands() -> None:
+        while True:
+            service.run_commands(True)
+            await asyncio.sleep(0.001)
+
+    running = asyncio.create_task(run_commands())
+    try:
+        bench.engine.update_weights(STATE, 0)
+        bench.engine.end_slice()
+        service.weights.loaded_bytes = sizes["weights"]
+        states = await service.kinds.move_kinds(MoveKinds(1, "drop", ["parameters"], ""))
+        by_kind = {one.kind: (one.accelerator_bytes, one.size_bytes) for one in states.kinds}
+        assert by_kind == {"parameters": (0, 3 << 20), "kv_cache": (5 << 20, 5 << 20)}
+        await service.kinds.move_kinds(MoveKinds(2, "load", ["parameters"], ""))
+        assert bench.engine.version == (0 if keeps_weights else NO_VERSION)
+        if keeps_weights:
+            expected = Listener(built_in("eager", seed=1)).run(request(1, temperature=0.0))[1]
+            heard = bench.listener.run(request(1, temperature=0.0))[1]
+            assert heard.tokens == expected.tokens
+            assert get_paths(bench).count(v0_5.FROM_DISK) == 2, "none after the release"
+        assert bodies(bench, v0_5.RELEASE) == bodies(bench, v0_5.RESUME) == [{"tags": ["weights"]}]
+    finally:
+        running.cancel()
+        await service.stop()
+        bench.close()
+
+
+def test_weights_are_backed_up_where_they_fit_into_host_memory() -> None:
+    assert prefers_weights_backup(30 << 30, 38 << 30)
+    assert not prefers_weights_backup(30 << 30, (38 << 30) - 1)
+    how = LaunchConfig("python", Path("m"), 4, 64, device="cuda", backs_up_weights=True)
+    assert BACKUP_FLAG in how.build_arguments(PortBlock(20000))
+    assert BACKUP_FLAG not in replace(how, device="cpu").build_arguments(PortBlock(20000))
+    assert not v0_5.keeps_released_weights({})
+    shared = {"enable_weights_cpu_backup": True, "weight_cache_mode": "daemon"}
+    assert not v0_5.keeps_released_weights(shared)
 
 
 def test_bytes_by_tag_are_those_that_the_server_reports() -> None:

@@ -62,8 +62,9 @@ PORTS = PortBlock(20000)
 
 
 class Bench:
-    def __init__(self, place: Path, **options: Any) -> None:
+    def __init__(self, place: Path, about: Mapping[str, Any] | None = None, **options: Any) -> None:
         self.server = Counterpart(4, 128)
+        self.server.about |= about or {}
         self.engine: SGLangEngine = counterpart.engine(self.server, place, 4, 128, **options)
         self.listener, self.place = Listener(self.engine), place
 
