@@ -41,7 +41,9 @@ class ProcessMemory(MemoryKinds):
     count: int = 1
     least_cache: int = 0  # part of `cache` without which no sequence fits
     reserved: int = 0  # part of `activations` without which an engine refuses to start
-    update: int = 0  # part of `activations` that the optimizer's update needs
+    # parts of `activations` that a pass needs, and the optimizer's update
+    forward_backward: int = 0
+    optim_step: int = 0
 
     @property
     def required_bytes(self) -> int:
@@ -53,16 +55,10 @@ class ProcessMemory(MemoryKinds):
         """Bytes without which the process cannot run, even if activations are overestimated."""
         return self.required_bytes - self.activations + self._least_activations
 
-    @property
-    def least_update_bytes(self) -> int:
-        """Bytes without which the optimizer cannot update, beside all other tensors."""
-        computed_bytes = min(self.update, self._least_activations)
-        return self.required_bytes - self.activations + computed_bytes
-
-    @property
-    def least_pass_bytes(self) -> int:
-        """Bytes without which a pass cannot run while the optimizer's moments are offloaded."""
-        return self.least_bytes - self.moments
+    def count_function_bytes(self, computed_bytes: int) -> int:
+        """Return the bytes of all tensors, with what one function computes beside them."""
+        least = min(computed_bytes, self._least_activations)
+        return self.required_bytes - self.activations + least
 
     @property
     def state_bytes(self) -> int:

@@ -169,13 +169,15 @@ def _hold_model(model: TrainedModel) -> dict[str, int]:
 
 def _plan_single_rank(model: TrainedModel) -> ProcessMemory:
     gradients = 1 + model.count_sums(1)
+    passes, update = model.estimate_pass_bytes(), model.estimate_update_bytes(1)
     return ProcessMemory(
         process="core",
         **_hold_model(model),
         moments=FLOAT_BYTES * model.moments,
         gradients=gradients * FLOAT_BYTES * model.trained,
-        activations=max(model.estimate_pass_bytes(), model.estimate_update_bytes(1)),
-        update=model.estimate_update_bytes(1),
+        activations=max(passes, update),
+        forward_backward=passes,
+        optim_step=update,
         context=CONTEXT_BYTES[model.config.mesh.device],
     )
 
@@ -205,7 +207,8 @@ def _plan_sharded_rank(model: TrainedModel, max_unsharded_bytes: int) -> Process
     # A gradient's rows are collected in the course of a pass, and then copied into one tensor.
     during_pass = weights + sums + model.estimate_pass_bytes(part_bytes)
     after_pass = weights + sums + 2 * row
-    during_update = row + model.estimate_update_bytes(ranks)  # parameters are rows again
+    update = model.estimate_update_bytes(ranks)
+    during_update = row + update  # parameters are rows again
     peak = max(during_pass, after_pass, during_update)
     return ProcessMemory(
         process="core, each rank",
@@ -215,7 +218,8 @@ def _plan_sharded_rank(model: TrainedModel, max_unsharded_bytes: int) -> Process
         moments=FLOAT_BYTES * model.moments // ranks,
         gradients=sums + row,
         activations=max(0, peak - weights - sums - row),
-        update=model.estimate_update_bytes(ranks),
+        forward_backward=max(0, max(during_pass, after_pass) - weights - sums - row),
+        optim_step=update,
         context=CONTEXT_BYTES[model.config.mesh.device],
     )
 

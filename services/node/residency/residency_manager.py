@@ -442,7 +442,9 @@ class ResidencyManager:
         entry, needed = self._table.find(use.instance), self._needed.get(use.instance)
         if entry is None or needed is None:
             return 0
-        needed_bytes = needed.update if TensorKind.OPTIMIZER in use.kinds else needed.total
+        needed_bytes = needed.passes if use.kinds else needed.total
+        if TensorKind.OPTIMIZER in use.kinds:
+            needed_bytes = needed.update
         growth_bytes = sum(
             place.growth_bytes
             for kind, place in entry.places.items()

@@ -140,7 +140,7 @@ def test_residency_needs_the_largest_function_and_space_for_all() -> None:
     assert explain_no_residency(replace(budget, disk=0), [whole(100)] * 3) == ""
     assert explain_no_residency(TierBytes(), [whole(1 << 50), whole(1 << 50)]) == ""
     # a pass takes 40 beside 80 of tensors, 30 of which are the optimizer's; an update takes 5
-    core = SliceBytes(total=120, largest=90, update=85)
+    core = SliceBytes(passes=120, update=85, largest=90)
     assert explain_no_residency(budget, [core]) == ""
     assert explain_no_residency(budget, [core, whole(80)]) == "", "two cores never compute at once"
     assert count_shared_bytes([core, core]) == 85 + 85 + 35
@@ -148,16 +148,16 @@ def test_residency_needs_the_largest_function_and_space_for_all() -> None:
 
 
 def test_core_needs_its_largest_function_in_time_slices() -> None:
-    memory = RoleMemory(core=120, core_pass=90, core_update=85, engines={1: 60})
+    memory = RoleMemory(core=120, core_pass=120, core_update=85, core_moments=30, engines={1: 60})
     requirements = job(memory=memory).requirements
-    assert estimate_slice_bytes(Role.TRAINING, True, 1, requirements) == (120, 90, 85)
+    assert estimate_slice_bytes(Role.TRAINING, True, 1, requirements) == (120, 85, 90)
     assert estimate_slice_bytes(Role.ROLLOUT, False, 1, requirements) == whole(60)
     unknown = job(memory=RoleMemory(core=120)).requirements
     assert estimate_slice_bytes(Role.TRAINING, True, 1, unknown) == whole(120)
 
 
 def test_job_colocates_where_its_largest_function_fits() -> None:
-    memory = RoleMemory(core=120, core_pass=90, core_update=85, engines={1: 60})
+    memory = RoleMemory(core=120, core_pass=120, core_update=85, core_moments=30, engines={1: 60})
     budget = TierBytes(accelerator=120, memory=40, disk=20)
     workers = [replace(worker, budget=budget) for worker in pool([1]).workers]
     fits = job(colocate="always", memory=memory).requirements

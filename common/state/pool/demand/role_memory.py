@@ -28,9 +28,10 @@ class RoleMemory:
     """Minimum bytes of each worker's accelerator by role; 0: unknown."""
 
     core: int = 0  # of each rank; if experts have ranks of their own, of the smaller kind
-    # of each rank by function, in time slices; 0: as `core`
-    core_pass: int = 0  # of a pass, without the optimizer's moments
-    core_update: int = 0  # of the optimizer's update, with all tensors
+    # of each rank: all tensors, with what a pass or an update computes; 0: as `core`
+    core_pass: int = 0
+    core_update: int = 0
+    core_moments: int = 0  # of the optimizer, which a pass does not need
     core_state: int = 0  # of all ranks together, while they are offloaded
     hybrid: int = 0
     scoring: int = 0
@@ -69,10 +70,12 @@ def _plan_described_models(tables: dict[str, Any], described: Mapping[str, Any])
     degrees = config.rollout.tensor_parallel
     engines = {d: plan_engine(config, models.trained, 1, d).least_bytes for d in degrees}
     # A warm start computes passes beside the moments, and ranks of two kinds have different bytes.
-    is_split = len(plan.core) == 1 and not config.warm_start.demonstrations
+    core = plan.core[0]
+    has_functions = len(plan.core) == 1 and not config.warm_start.demonstrations
     return RoleMemory(
-        core_pass=plan.core[0].least_pass_bytes if is_split else 0,
-        core_update=plan.core[0].least_update_bytes if is_split else 0,
+        core_pass=has_functions * core.count_function_bytes(core.forward_backward),
+        core_update=has_functions * core.count_function_bytes(core.optim_step),
+        core_moments=has_functions * core.moments,
         core=0 if config.training.zebra.auto else min(one.least_bytes for one in plan.core),
         core_state=sum(one.count * one.state_bytes for one in plan.core),
         hybrid=plan.hybrid.least_bytes,

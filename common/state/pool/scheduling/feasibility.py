@@ -34,9 +34,14 @@ def estimate_accelerator_bytes(
 class SliceBytes(NamedTuple):
     """Bytes of an instance on each worker's accelerator, in time slices."""
 
-    total: int  # all its tensors, and what it computes beside them
-    largest: int  # kinds of its largest function, and what this computes beside them
+    passes: int  # all its tensors, and what a pass computes beside them
     update: int  # all its tensors, and what an update of the optimizer computes beside them
+    largest: int  # kinds of its largest function, and what this computes beside them
+
+    @property
+    def total(self) -> int:
+        """Bytes of all its tensors, with what any function computes."""
+        return max(self.passes, self.update)
 
 
 def estimate_slice_bytes(
@@ -44,15 +49,17 @@ def estimate_slice_bytes(
 ) -> SliceBytes:
     """Return the bytes of such an instance in time slices; 0: unknown."""
     total, memory = estimate_accelerator_bytes(role, core, ranks, requirements), requirements.memory
-    if role != Role.TRAINING or not core or not memory.core_update:
+    if role != Role.TRAINING or not core or not memory.core_pass:
         return SliceBytes(total, total, total)
-    return SliceBytes(total, max(memory.core_pass, memory.core_update), memory.core_update)
+    largest = max(memory.core_pass - memory.core_moments, memory.core_update)
+    return SliceBytes(memory.core_pass, memory.core_update, largest)
 
 
 def count_shared_bytes(slices: Sequence[SliceBytes]) -> int:
     """Return the bytes of all tensors of instances that share a worker, while one computes."""
-    computed_bytes = max((one.total - one.update for one in slices), default=0)
-    return sum(one.update for one in slices) + computed_bytes
+    idle = [min(one.passes, one.update) for one in slices]
+    computed = (one.total - rest for one, rest in zip(slices, idle, strict=True))
+    return sum(idle) + max(computed, default=0)
 
 
 def estimate_offload_bytes(instance: Instance, requirements: JobRequirements) -> int:

@@ -198,12 +198,13 @@ def test_least_bytes_have_one_sequence_of_cache_and_the_tolerance() -> None:
     assert replace(found, reserved=90).least_bytes == 1110, "an engine refuses to start without"
 
 
-def test_functions_of_a_core_need_less_than_the_core() -> None:
-    core = ProcessMemory(
-        process="core", masters=100, moments=200, gradients=100, activations=200, update=50
-    )
-    assert (core.least_bytes, core.least_pass_bytes, core.least_update_bytes) == (570, 370, 450)
-    assert replace(core, update=200).least_update_bytes == core.least_bytes
+def test_functions_of_a_core_compute_with_different_bytes() -> None:
+    core = ProcessMemory(process="core", masters=100, moments=200, gradients=100, activations=200)
+    assert core.count_function_bytes(50) == 450
+    assert core.count_function_bytes(200) == core.least_bytes == 570
+    for ranks in (1, 2):
+        [rank] = training.plan_core(JobConfig.from_document({"training": {"ranks": ranks}}), DENSE)
+        assert 0 < rank.optim_step < rank.forward_backward == rank.activations
 
 
 def test_engine_of_a_gpu_reserves_attention_scores() -> None:
@@ -257,8 +258,9 @@ def test_admission_uses_the_same_bytes() -> None:
     engines = {n: generation.plan_engine(config, QWEN3_8B, 1, n).least_bytes for n in (1, 2)}
     assert found == RoleMemory(
         core=core.least_bytes,
-        core_pass=core.least_bytes - core.moments,
-        core_update=core.least_update_bytes,
+        core_pass=core.least_bytes,
+        core_update=core.least_bytes - round(0.85 * core.activations) + core.optim_step,
+        core_moments=core.moments,
         core_state=core.masters + core.moments,
         hybrid=training.plan_hybrid(config, QWEN3_8B, 1).least_bytes,
         engines=engines,
