@@ -68,7 +68,7 @@ RESTART_AFTER_SUCCESS_S = (
 )
 SET_TIER_RETRY_S = 1.0  # a process that rejects a move now may soon accept it
 ROOM_POLL_S = 0.2  # while others leave the accelerator
-RESTART_ROOM_TIMEOUT_S = 120.0  # for the same, before a restart
+RESTART_ROOM_TIMEOUT_S = 120.0  # for the same, before a restart, until that is a failure
 MEMORY_RETRY_S = 5.0  # until the next check for room
 # An error that a retry may not repeat, such as one of a disk or of a peer of the process. After
 # this time it is reported as a failure, so that the planner or a person decides otherwise.
@@ -368,7 +368,9 @@ class RoleProcess(SupervisorHooks):
             if tier != self.tier:
                 if self._reached is not None:
                     await self._wait_for_wake_room(target)
-                budgets.claim(self.name, tier)
+                # The kinds of one that starts are there, and can leave once it has its targets.
+                if self._reached is not None or not time_sliced or tier != Tier.ACCELERATOR:
+                    budgets.claim(self.name, tier)
                 if self._reached is not None:  # it sleeps; a process that starts was checked before
                     await self._check_gpu_memory()
                 if self._reached is not None and self.phase != InstancePhase.MOVING:
@@ -484,11 +486,26 @@ class RoleProcess(SupervisorHooks):
                 await self._wait_for_room()  # its supervisor starts it again
 
     async def _wait_for_room(self) -> None:
-        """Wait for room for a restart; without any, the restart reports why it fails."""
-        with suppress(MeshError):
-            async with self._mesh.clock.timeout(RESTART_ROOM_TIMEOUT_S, "waiting for room"):
-                while not await self._reserve_room():
-                    await self._mesh.clock.sleep(ROOM_POLL_S)
+        """Wait for room for a restart; report why there is none after RESTART_ROOM_TIMEOUT_S.
+
+        A process that started without room would take that of others.
+        """
+        failed_at = self._now() + RESTART_ROOM_TIMEOUT_S
+        while True:
+            pause_s = ROOM_POLL_S
+            try:
+                if await self._reserve_room():
+                    break
+            except MeshError as error:  # others have reserved it, or Redis does not answer
+                is_late = self._now() > failed_at
+                self._report_rejection(
+                    InstancePhase.FAILED if is_late else InstancePhase.STARTING, error
+                )
+                self._on_change()
+                pause_s = SET_TIER_RETRY_S
+            await self._mesh.clock.sleep(pause_s)
+        if self.phase == InstancePhase.FAILED:
+            self._enter_phase(InstancePhase.STARTING, "")
 
     async def _report_exit(self, child_exit: ChildExit) -> None:
         """Report an exit to Redis, which fails the job if a restart cannot help or the error

@@ -290,7 +290,7 @@ class WorkerInstances:
 
     def set_desired(self, desired: Mapping[str, DesiredRole]) -> None:
         """Set the desired role by process name; all other processes end."""
-        for name in self._slots.keys() | desired.keys():
+        for name in sorted(self._slots.keys() | desired.keys()):
             slot = self._slots.get(name)
             if slot is None:
                 slot = self._slots[name] = ProcessSlot(self, name)

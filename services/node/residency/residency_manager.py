@@ -42,6 +42,7 @@ from meshrl.services.node.residency.residency_plan import (
 from meshrl.services.node.residency.start_rooms import StartRooms
 
 MAX_PLANS = 8  # of one order: each further one follows the failure of a process or tier
+MAX_REPORTS = 3  # requests to a process whose state changes meanwhile
 LOST_POLL_S = 1.0  # until the exit of a lost process is noticed
 ROOM_POLL_S = 0.2  # while a process that starts, wakes or leaves has the room
 
@@ -342,8 +343,9 @@ class ResidencyManager:
             )
 
         for _ in range(MAX_PLANS):
-            await self._table.refresh(names | staying, requester.instance if requester else "")
-            planned = await self._wait_for_plan(make_plan, make_snapshot, names | staying)
+            name = requester.instance if requester else ""
+            await self._table.refresh(names | staying, name)
+            planned = await self._wait_for_plan(make_plan, make_snapshot, names | staying, name)
             if not planned:
                 return
             count = len(results.failures)
@@ -372,10 +374,12 @@ class ResidencyManager:
         make_plan: MakePlan,
         make_snapshot: Callable[[], ResidencySnapshot],
         computing: Collection[str],
+        requester: str,
     ) -> list[PlannedMove]:
         """Plan; wait for room while processes that start, wake or leave have it."""
         was_expected = False
         while True:
+            await self._require_report(requester, computing)
             try:
                 return make_plan(make_snapshot())
             except GpuMemoryFull:
@@ -386,6 +390,21 @@ class ResidencyManager:
             await self._mesh.clock.sleep(ROOM_POLL_S)
             # One that waits for a time slice of its own can give its room back.
             await self._table.refresh(computing, calls_starting=True)
+
+    async def _require_report(self, requester: str, computing: Collection[str]) -> None:
+        """Read the kinds of a requester again if its process has changed since they were read.
+
+        Without a report nothing would be loaded. Raises PeerLost if the process does not answer.
+        """
+        for _ in range(MAX_REPORTS):
+            running = [one for one in self._table.processes if one.pid]
+            if (
+                not any(one.process_key[0] == requester for one in running)
+                or self._table.find(requester) is not None
+            ):
+                return
+            await self._table.refresh(computing, requester)
+        raise PeerLost(f"{requester} does not report its kinds", where=self._mesh.name)
 
     def _is_room_expected(self) -> bool:
         """Return True if room is about to appear; claims that are too old end."""
