@@ -56,6 +56,7 @@ class VirtualMachine:
         self.loop, self.random, self.record = loop, random, record
         self.clock = MachineClock(loop)
         self.disk = VirtualDisk(root)
+        self.free_space: FreeSpace | None = None  # None: ample
         self.programs: dict[str, VirtualProgram] = {}
         self.processes: dict[int, VirtualProcess] = {}
         self.dead_tasks: list[asyncio.Task[Any]] = []  # of dead processes: never to be collected
@@ -297,7 +298,8 @@ class VirtualHost:
         return self._process.pid, self._process.pid
 
     def measure_free_space(self, directory: Path) -> FreeSpace:
-        return AMPLE_SPACE._replace(disk_bytes=0) if self._machine.disk.is_full else AMPLE_SPACE
+        free_space = self._machine.free_space or AMPLE_SPACE
+        return free_space._replace(disk_bytes=0) if self._machine.disk.is_full else free_space
 
     def measure_processors(self) -> ProcessorUsage:
         return ProcessorUsage(0, 0.0)  # simulated work uses no processor time

@@ -24,6 +24,7 @@ from meshrl.common.state.redis.client import StateClient, open_sync_client
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests import ends
+from tests.simulated_host import SimulatedHost
 
 SECRET = "5e" * SECRET_BYTES  # of the meshes that tests make
 # Long leases, so that a mesh within a test process survives a pause of the machine.
@@ -88,6 +89,16 @@ def on_sockets(name: str, state: StateClient, clock: Clock, **options: Any) -> M
     )
     transport = about.pop("transport", None) or ZmqTransport(keys=make_keys(about["kind"]))
     return build_mesh(name, transport, clock, Random.from_os_entropy(), about | {"state": state})
+
+
+def make_virtual_mesh(
+    name: str, state: StateClient, network: MemoryNetwork, clock: Clock, random: Random
+) -> Mesh:
+    """Return a mesh of a process on a virtual network; each call is another process."""
+    options: dict[str, Any] = {"state": state, "kind": name.partition("/")[0]}
+    options["host"] = SimulatedHost(clock, random.child(f"host {name}"))
+    transport = MemoryTransport(network, f"mem://{name}/{random.random()}")
+    return build_mesh(name, transport, clock, Random(random.randrange(1 << 30)), options)
 
 
 def build_mesh(

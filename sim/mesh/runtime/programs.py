@@ -52,6 +52,8 @@ IDLE_INTERVAL_S = 2.0
 class ProcessContext:
     """Context of all processes: a machine, a network, a Redis, and a directory."""
 
+    host_type: type[VirtualHost] = VirtualHost
+
     def __init__(
         self,
         machine: VirtualMachine,
@@ -70,7 +72,7 @@ class ProcessContext:
 
     def open_mesh(self, process: VirtualProcess, name: str, kind: str) -> Mesh:
         """Open a mesh for the process, as `Mesh.open` does for a real one."""
-        machine, host = self.machine, VirtualHost(process)
+        machine, host = self.machine, self.host_type(process)
         transport = MemoryTransport(self.network, f"mem://{process.label}", role=kind)
         mesh = Mesh(
             name,

@@ -27,7 +27,6 @@ from meshrl.common.api.node import KindUse, PrepareResidency, ResidencyReport
 from meshrl.common.base.errors import Fenced, Refused, StorageFull
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
-from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.rows import Tier, TierBytes
 from meshrl.common.state.redis.client import StateClient
@@ -37,8 +36,8 @@ from meshrl.services.node.residency.residency_manager import ResidencyManager
 from meshrl.sim.redis.server import SimulatedRedisServer
 from meshrl.sim.redis.simulated_state import open_state_on
 from meshrl.sim.virtual_loop import VirtualClock, run_virtual
-from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
-from tests.simulated_host import SimulatedHost
+from meshrl.sim.virtual_network import MemoryNetwork
+from tests.meshes import make_virtual_mesh
 
 CHUNK = 10  # bytes
 CHUNK_S = {Tier.MEMORY: 0.1, Tier.DISK: 0.5}  # seconds of a chunk's copy
@@ -288,17 +287,7 @@ class World:
         self._exited: dict[str, KindRole] = {}  # their copies are replaced by the next process's
 
     def make_mesh(self, name: str) -> Mesh:
-        return Mesh(
-            name,
-            name.partition("/")[0],
-            MeshDependencies(
-                state=self.state,
-                transport=MemoryTransport(self.network, f"mem://{name}/{self.random.random()}"),
-                clock=self.clock,
-                random=Random(self.random.randrange(1 << 30)),
-                host=SimulatedHost(self.clock, self.random.child(f"host {name}")),
-            ),
-        )
+        return make_virtual_mesh(name, self.state, self.network, self.clock, self.random)
 
     async def start(self, instance: str, tier: Tier = Tier.ACCELERATOR) -> KindRole:
         """Start a process whose tensors are on a tier."""

@@ -17,7 +17,6 @@ from meshrl.common.base.errors import Refused
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.instances.time_slices import SliceClient, UsedSlice
 from meshrl.common.mesh.runtime.calls.actor import call
-from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.state.pool.demand.profiles import FunctionProfile, TimeStatistics
@@ -28,8 +27,8 @@ from meshrl.services.node.slices.slice_queue import SliceLimits
 from meshrl.services.node.slices.slice_scheduler import REMOVED_INSTANCE_GRACE_S, SliceScheduler
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.sim.virtual_loop import VirtualClock, VirtualLoop, run_virtual
-from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
-from tests.simulated_host import SimulatedHost
+from meshrl.sim.virtual_network import MemoryNetwork
+from tests.meshes import make_virtual_mesh
 from tests.stories import story_on, virtual_test
 from tests.unit.node.time_slices.fully_resident import FullyResident
 
@@ -72,17 +71,7 @@ class Stage:
         )
 
     def mesh(self, name: str) -> Mesh:
-        return Mesh(
-            name,
-            name.partition("/")[0],
-            MeshDependencies(
-                state=self.state,
-                transport=MemoryTransport(self.network, f"mem://{name}/{self.random.random()}"),
-                clock=self.clock,
-                random=Random(self.random.randrange(1 << 30)),
-                host=SimulatedHost(self.clock, self.random.child(f"host {name}")),
-            ),
-        )
+        return make_virtual_mesh(name, self.state, self.network, self.clock, self.random)
 
     async def workers(self) -> tuple[Mesh, SliceScheduler]:
         await self.worker("w1")
