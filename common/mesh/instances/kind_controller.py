@@ -119,7 +119,7 @@ class KindController:
         self._last_order: MoveKinds | None = None
         self._last_number = 0
         self._move: asyncio.Task[None] | None = None
-        self._queued: set[asyncio.Task[Any] | None] = set()  # moves that wait for the lock
+        self._queued: set[asyncio.Task[Any]] = set()  # moves that wait for the lock
         self._cancellation = Cancellation()
 
     @property
@@ -274,6 +274,7 @@ class KindController:
         """Enter in the sequence of the orders; CopyCancelled if the order is cancelled before."""
         cancellation.check()
         task = asyncio.current_task()
+        assert task is not None
         self._queued.add(task)
         try:
             await self._lock.acquire()

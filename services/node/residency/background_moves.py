@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from meshrl.common.api.node import KindMove, KindUse, PrepareResidency
 from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.services.node.residency.accelerator_state import AcceleratorState
 from meshrl.services.node.residency.kind_moves import KindMover, MoveResults
 from meshrl.services.node.residency.kind_table import KindTable
 from meshrl.services.node.residency.residency_plan import (
     PlannedMove,
-    ResidencySnapshot,
     plan_prefetch,
     plan_write_back,
 )
-
-
-class MakeSnapshot(Protocol):
-    """Function that returns the state of the worker to plan from."""
-
-    def __call__(
-        self, computing: Sequence[KindUse], expected: Sequence[KindUse], *, staying: set[str]
-    ) -> ResidencySnapshot:
-        """`staying`: instances whose kinds stay, beside those that compute."""
 
 
 class BackgroundMoves:
     """Prefetch and write-back, one kind at a time, so that an order can be next."""
 
     def __init__(
-        self, lock: asyncio.Lock, table: KindTable, mover: KindMover, make_snapshot: MakeSnapshot
+        self, lock: asyncio.Lock, table: KindTable, mover: KindMover, accelerator: AcceleratorState
     ) -> None:
         """Create it; whoever has the `lock` may move kinds."""
         self._lock, self._table, self._mover = lock, table, mover
-        self._make_snapshot = make_snapshot
+        self._accelerator = accelerator
         self.holder: KindUse | None = None  # of the last order: it may compute
 
     async def run(
@@ -58,7 +48,7 @@ class BackgroundMoves:
                 if is_preempted():
                     return
                 computing = self._list_computing(request)  # also one granted in the meantime
-                snapshot = self._make_snapshot(computing, expected, staying=staying)
+                snapshot = self._accelerator.make_snapshot(computing, expected, staying=staying)
                 planned = plan_prefetch(snapshot) or plan_write_back(snapshot)[:1]
                 if not planned:
                     return

@@ -7,14 +7,12 @@ here needs Redis.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 from meshrl.common.api.node import (
     PREPARE_TIMEOUT_S,
-    InstanceResidency,
     KindMove,
     KindUse,
     PrepareResidency,
@@ -26,10 +24,10 @@ from meshrl.common.hardware.gpus.nvml import GpuLost, GpuQueryFailed, NoDriver
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.serial_executor import consume_exception
 from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
-from meshrl.common.state.pool.workers.rows import TensorKind, Tier, TierBytes
 from meshrl.services.node.instances.budgets import Budgets
 from meshrl.services.node.instances.desired_roles import DesiredRole
 from meshrl.services.node.instances.gpu_memory import GpuMemoryFull, GpuMemoryGuard
+from meshrl.services.node.residency.accelerator_state import AcceleratorState
 from meshrl.services.node.residency.background_moves import BackgroundMoves, is_of
 from meshrl.services.node.residency.kind_moves import KindMover, MoveResults
 from meshrl.services.node.residency.kind_table import KindTable, LocalProcess
@@ -80,20 +78,18 @@ class ResidencyManager:
     ) -> None:
         """Create a manager; see `KindMover` for `kill`."""
         self._mesh, self._budgets, self._gpu_memory = mesh, budgets, gpu_memory
-        self._device_bytes = 0  # of the GPU's memory; 0: unknown
         self._table = KindTable(mesh, budgets, list_processes)
-        self._mover = KindMover(
-            mesh, self._table, lambda: self._snapshot().free_bytes(Tier.ACCELERATOR), kill
-        )
+        self._mover = KindMover(mesh, self._table, lambda: self._accelerator.free_bytes, kill)
+        rates = self._mover.rates
+        self._accelerator = AcceleratorState(budgets, gpu_memory, self._table, rates)
         self._lock = asyncio.Lock()  # of the accelerator: one plan at a time
         self._orders: dict[tuple[str, bool], _Order] = {}  # by ticket and prefetch
-        self._background = BackgroundMoves(self._lock, self._table, self._mover, self._snapshot)
-        self._needed: dict[str, SliceBytes] = {}  # by instance
+        self._background = BackgroundMoves(self._lock, self._table, self._mover, self._accelerator)
         self._rooms = StartRooms(mesh, self)
 
     async def __aenter__(self) -> Self:
         try:
-            self._device_bytes = await self._gpu_memory.read_total_bytes()
+            self._accelerator.device_bytes = await self._gpu_memory.read_total_bytes()
         except (GpuLost, GpuQueryFailed, NoDriver, DeadlineExceeded) as error:
             self._mesh.log.warning("the accelerator's memory is unknown", error=str(error))
         return self
@@ -151,49 +147,12 @@ class ResidencyManager:
         An instance that waits for room, or whose kinds are unknown, has nothing on the accelerator:
         its scheduler then orders the kinds of each instance before it computes.
         """
-        if not self.is_limited:
-            return ResidencyState(0, [], {})
-        instances = [
-            InstanceResidency(
-                entry.instance,
-                entry.generation,
-                {kind: place.accelerator_bytes for kind, place in entry.places.items()},
-                {kind: place.size_bytes for kind, place in entry.places.items()},
-                [kind for kind, place in entry.places.items() if place.is_dirty],
-            )
-            for entry in self._table.entries
-        ]
-        known = {one.instance for one in instances}
-        for process in self._table.processes:
-            instance, generation = process.process_key
-            is_pending = self._rooms.is_pending(process.name)
-            if instance not in known and (process.is_ready or is_pending):
-                used_bytes = self._budgets.get_usage(process.name).accelerator
-                size_bytes = {str(TensorKind.PARAMETERS): max(1, used_bytes)}
-                instances.append(InstanceResidency(instance, generation, {}, size_bytes, []))
-        uses = [KindUse(instance, []) for instance in known]
-        working_bytes = max(map(self._compute_working_bytes, uses), default=0)
-        fits_together = self._has_free_room(working_bytes)
-        budget = self.accelerator_budget
-        return ResidencyState(budget, instances, self.copy_rates, fits_together)
+        return self._accelerator.describe(self._rooms.is_pending)
 
     @property
     def copy_rates(self) -> dict[str, float]:
         """Measured bytes per second of moves, by `source>target` of tiers."""
         return self._mover.rates.by_direction
-
-    @property
-    def accelerator_budget(self) -> int:
-        """Bytes for the tensors of all instances; 0: unlimited.
-
-        On a GPU it is at most the memory less the context of each process.
-        """
-        declared = self._budgets.limits.accelerator
-        if not self._device_bytes:
-            return declared
-        contexts = max(1, len(self._table.processes)) * self._gpu_memory.context_bytes
-        free_bytes = max(1, self._device_bytes - contexts)
-        return min(declared, free_bytes) if declared else free_bytes
 
     def release_instance(self, instance: str) -> None:
         """End the calls of an instance whose process has exited."""
@@ -204,11 +163,11 @@ class ResidencyManager:
     @property
     def is_limited(self) -> bool:
         """True if the accelerator's bytes are counted."""
-        return bool(self.accelerator_budget)
+        return bool(self._accelerator.budget)
 
     def reserve(self, desired: DesiredRole, needed: SliceBytes) -> bool:
         """Reserve room for a process; see `AcceleratorRoom`."""
-        self._needed[desired.instance.id] = needed
+        self._accelerator.needed[desired.instance.id] = needed
         size_bytes = needed.largest
         if not self.is_limited:
             return True
@@ -218,7 +177,7 @@ class ResidencyManager:
             self._rooms.cancel(desired.name)  # the first rank's time slice has made its room
         if self._budgets.has_reservation(desired.name):
             return True
-        if self._has_free_room(size_bytes) and not self._lock.locked():
+        if self._accelerator.has_room(size_bytes) and not self._lock.locked():
             self._claim(desired, size_bytes)
             return True
         return self._rooms.request(desired, size_bytes)
@@ -236,11 +195,11 @@ class ResidencyManager:
     async def claim_free_room(self, desired: DesiredRole, size_bytes: int) -> bool:
         """Claim free room for a process; see `RoomMaker`."""
         async with self._lock:
-            if self._has_free_room(size_bytes):
+            if self._accelerator.has_room(size_bytes):
                 self._claim(desired, size_bytes)
             elif not self._budgets.has_reservation(desired.name):
                 await self._table.refresh(())
-                plan_room(self._snapshot(), desired.instance.id, size_bytes)
+                plan_room(self._accelerator.make_snapshot(), desired.instance.id, size_bytes)
                 return False
         return True
 
@@ -265,9 +224,6 @@ class ResidencyManager:
             lambda snapshot: plan_room(snapshot, instance, size_bytes), computing, expected, results
         )
         self._claim(desired, size_bytes)
-
-    def _has_free_room(self, size_bytes: int) -> bool:
-        return self._snapshot().free_bytes(Tier.ACCELERATOR) >= size_bytes
 
     def _claim(self, desired: DesiredRole, size_bytes: int) -> None:
         self._budgets.reserve(desired.name, size_bytes)
@@ -338,7 +294,7 @@ class ResidencyManager:
         names = frozenset(use.instance for use in computing)
 
         def make_snapshot() -> ResidencySnapshot:
-            return self._snapshot(
+            return self._accelerator.make_snapshot(
                 computing, expected, staying=staying, full_tiers=full_tiers, requester=requester
             )
 
@@ -420,57 +376,6 @@ class ResidencyManager:
                 self._budgets.cancel_claim(name)
         return bool(claims)
 
-    def _snapshot(
-        self,
-        computing: Sequence[KindUse] = (),
-        expected: Sequence[KindUse] = (),
-        *,
-        staying: Collection[str] = (),
-        full_tiers: Collection[str] = (),
-        requester: KindUse | None = None,
-    ) -> ResidencySnapshot:
-        """Return the state to plan from.
-
-        `computing` instances and the `requester` need room beside their kinds.
-        """
-        budgets, other_bytes = self._budgets.limits, self._table.sum_other_bytes()
-        working: defaultdict[str, int] = defaultdict(int)  # by instance
-        for use in (*computing, *([requester] if requester is not None else [])):
-            working_bytes = self._compute_working_bytes(use)
-            working[use.instance] = max(working[use.instance], working_bytes)
-        used_bytes = other_bytes.accelerator + sum(working.values())
-        moving = {one.process_key[0] for one in self._table.processes if one.is_moving}
-        fully_used = {use.instance for use in computing if not use.kinds}
-        return ResidencySnapshot(
-            self._table.places,
-            TierBytes(self.accelerator_budget, budgets.memory, budgets.disk),
-            replace(other_bytes, accelerator=used_bytes),
-            frozenset({*staying, *moving, *fully_used}),
-            frozenset((use.instance, kind) for use in computing for kind in use.kinds),
-            expected,
-            self.copy_rates,
-            frozenset(full_tiers),
-        )
-
-    def _compute_working_bytes(self, use: KindUse) -> int:
-        """Return the bytes that a slice needs beside the kinds that are there; 0: unknown.
-
-        Its kinds may grow to their largest size so far. Functions with the optimizer's state update
-        it, load it or save it, and compute no passes.
-        """
-        entry, needed = self._table.find(use.instance), self._needed.get(use.instance)
-        if entry is None or needed is None:
-            return 0
-        needed_bytes = needed.passes if use.kinds else needed.total
-        if TensorKind.OPTIMIZER in use.kinds:
-            needed_bytes = needed.update
-        growth_bytes = sum(
-            place.growth_bytes
-            for kind, place in entry.places.items()
-            if not use.kinds or kind in use.kinds
-        )
-        return max(0, needed_bytes - sum(entry.most_bytes.values())) + growth_bytes
-
     def _is_resident(self, order: PrepareResidency) -> bool:
         """Return True if nothing has to move, and no move in progress touches the instance."""
         has_orders = any(not one.request.prefetch for one in self._orders.values())
@@ -485,9 +390,11 @@ class ResidencyManager:
             for place in entry.places.values()
             if not order.kinds or place.kind in order.kinds
         )
-        working_bytes = self._compute_working_bytes(KindUse(order.instance, order.kinds))
+        working_bytes = self._accelerator.compute_working_bytes(
+            KindUse(order.instance, order.kinds)
+        )
         loading_bytes = sum(move.size_bytes for move in active if move.action == "load")
-        return not is_missing and self._has_free_room(working_bytes + loading_bytes)
+        return not is_missing and self._accelerator.has_room(working_bytes + loading_bytes)
 
     def _complete(self, request: PrepareResidency, moves: list[KindMove]) -> ResidencyReport:
         """Return the report of an order whose kinds are on the accelerator: it computes now."""
