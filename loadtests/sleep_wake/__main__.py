@@ -53,6 +53,7 @@ from meshrl.common.api.node import Worker
 from meshrl.common.base.files.offload_media import MemorySegment
 from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
 from meshrl.common.mesh.instances.tiers import TierController
+from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.state.pool.workers.rows import Tier
@@ -92,8 +93,8 @@ class Keeper(SegmentCallsMixin):
 
     interface = SegmentCalls
 
-    def __init__(self, segments: MemorySegments) -> None:
-        self.segments = segments
+    def __init__(self, segments: MemorySegments, mesh: Mesh) -> None:
+        self.segments, self._mesh = segments, mesh
 
     async def is_process(self, name: str, incarnation: str, owner: str | bytes) -> bool:
         return True
@@ -156,7 +157,7 @@ async def speed(model: ModelConfig, rounds: int, directory: Path) -> dict[str, A
     worker, process = unrenewed(WORKER), unrenewed("trainer/j")
     host, found = process.host, {}
     async with MemorySegments(lambda: host.measure_free_space(directory).memory_bytes) as segments:
-        await worker.join(Keeper(segments))
+        await worker.join(Keeper(segments, worker))
         await process.join(None)
         await knows(process, WORKER, worker.transport.address, worker.incarnation)
         decoder = Decoder(model)

@@ -122,6 +122,7 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
                 await self._poll_record()
                 await self.publish_copy_rates()
             self.segments.release_unused()
+            await self.unmap_freed()
             with contextlib.suppress(DeadlineExceeded):
                 async with self._mesh.clock.timeout(POLL_S, "waiting for a hint"):
                     await self._wakeup.wait()

@@ -31,7 +31,9 @@ _FILE_READERS = (*_INSTANCES, "node", "rollout")
 
 _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     # calls of a worker to the role process that it started
-    "RoleControl": {"drain set_tier move_kinds cancel_move describe_kinds": ("worker",)},
+    "RoleControl": {
+        "drain set_tier move_kinds cancel_move describe_kinds unmap_segment": ("worker",)
+    },
     "Engine": {
         "attach submit abort move_cache": ("rollout",),
         "export_cache": ("engine",),  # an engine that takes over a session

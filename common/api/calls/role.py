@@ -84,3 +84,5 @@ class RoleControl(Interface):
     # Cancels an order between two chunks; each kind is then where it was before, or where it goes.
     cancel_move = Call(int, KindStates, deadline_s=30.0, idempotent=True)
     describe_kinds = Call(NoneType, KindStates, deadline_s=10.0, idempotent=True)
+    # Unmaps and unpins a memory segment that the worker has freed, by its inode.
+    unmap_segment = Call(int, NoneType, deadline_s=2.0, idempotent=True)

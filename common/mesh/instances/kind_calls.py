@@ -26,3 +26,8 @@ class KindCallsMixin(Actor):
     def describe_kinds(self, request: None) -> KindStates:
         """Describe all kinds."""
         return self.kinds.describe_kinds()
+
+    @call(RoleControl.unmap_segment)
+    def unmap_segment(self, inode: int) -> None:
+        """Unmap a memory segment that the worker has freed."""
+        self.kinds.unmap_segment(inode)

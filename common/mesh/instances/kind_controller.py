@@ -131,6 +131,11 @@ class KindController:
         for storage in self._storages:
             storage.set_targets(segment_owner, directory)
 
+    def unmap_segment(self, inode: int) -> None:
+        """Unmap a memory segment that the worker has freed, which also unpins it."""
+        for storage in self._storages:
+            storage.unmap(inode)
+
     def measure_copy_s(self, name: str, size_bytes: int) -> float:
         """Return the seconds to copy so many bytes of a kind away and back; 0: not measured yet."""
         kind = self._kinds[name]

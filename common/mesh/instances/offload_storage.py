@@ -155,6 +155,11 @@ class OffloadStorage:
             with suppress(MeshError):
                 await self.drop(tier)
 
+    def unmap(self, inode: int) -> None:
+        """Unmap a segment that is not in use any more, if it is mapped."""
+        if (mapped := self._mapped.pop(inode, None)) is not None:
+            mapped.close()
+
     @property
     def _worker(self) -> Any:
         return self._mesh.ref(self.segment_owner)

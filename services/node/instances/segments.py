@@ -8,6 +8,7 @@ released as soon as the worker's budget or the host needs room.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
@@ -15,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
+from meshrl.common.api.calls.role import RoleControl
 from meshrl.common.api.node import CreateSegment, SegmentLocation, Worker
-from meshrl.common.base.errors import NotFound, Refused, StorageFull
+from meshrl.common.base.errors import MeshError, NotFound, Refused, StorageFull
 from meshrl.common.base.files.offload_media import get_segment_process, make_segment_name
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.telemetry.tracing import current_call
 
 SPARE_BYTES = 64 << 20  # host memory that no segment takes: other processes need some to answer
@@ -39,6 +42,10 @@ class _Segment:
     @property
     def location(self) -> SegmentLocation:
         return SegmentLocation(f"/proc/{os.getpid()}/fd/{self.descriptor}", self.size_bytes)
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self.descriptor).st_ino
 
     @property
     def filled_bytes(self) -> int:
@@ -79,6 +86,7 @@ class MemorySegments:
         self._segments: dict[str, _Segment] = {}  # with a complete copy
         self._pending: dict[str, _Segment] = {}  # being filled, to replace that of the same key
         self._unused: list[_Segment] = []  # oldest first
+        self._freed: list[tuple[str, int]] = []  # process and inode, which may still be pinned
 
     async def __aenter__(self) -> Self:
         return self
@@ -149,6 +157,12 @@ class MemorySegments:
                 self._retire(table, key)
         for segment in [one for one in self._unused if one.process == process]:
             self._free(segment)
+        self._freed = [one for one in self._freed if one[0] != process]
+
+    def take_freed(self) -> list[tuple[str, int]]:
+        """Return process and inode of the segments freed since the last call."""
+        freed, self._freed = self._freed, []
+        return freed
 
     def release_unused(self) -> None:
         """Release unused memory, the oldest first, while the host has little free memory."""
@@ -213,6 +227,7 @@ class MemorySegments:
 
     def _free(self, segment: _Segment) -> None:
         self._unused.remove(segment)
+        self._freed.append((segment.process, segment.inode))
         segment.free()
 
 
@@ -220,10 +235,28 @@ class SegmentCallsMixin(Actor):
     """Segment calls of a worker's actor, each from the process that the segment is named after."""
 
     segments: MemorySegments
+    _mesh: Mesh
 
     async def is_process(self, name: str, incarnation: str, owner: str | bytes) -> bool:
         """Return True if the worker runs this process, with this incarnation and proved key."""
         raise NotImplementedError
+
+    async def unmap_freed(self) -> bool:
+        """Let processes unmap freed segments, as pinned memory is free only then.
+
+        Return False if there are none. A process that does not answer unmaps them when it exits.
+        """
+        freed = self.segments.take_freed()
+        calls = [
+            self._mesh.ref(process).call(RoleControl.unmap_segment, inode)
+            for process, inode in freed
+        ]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(error, MeshError):
+                self._mesh.log.warning("a freed segment stays mapped", error=str(error))
+            elif error is not None:
+                raise error
+        return bool(freed)
 
     async def _check_requester(self, key: str) -> None:
         """Raise Refused unless the call comes from the process that a segment is named after."""
@@ -239,7 +272,14 @@ class SegmentCallsMixin(Actor):
     @call(Worker.create_segment)
     async def create_segment(self, request: CreateSegment) -> SegmentLocation:
         await self._check_requester(request.key)
-        return self.segments.create(request)
+        try:
+            location = self.segments.create(request)
+        except StorageFull:
+            if not await self.unmap_freed():
+                raise
+            location = self.segments.create(request)
+        await self.unmap_freed()
+        return location
 
     @call(Worker.commit_segment)
     async def commit_segment(self, key: str) -> None:

@@ -179,6 +179,10 @@ class KindRole(Actor):
             ]
         )
 
+    @call(RoleControl.unmap_segment)
+    def unmap_segment(self, inode: int) -> None:
+        self.calls.append(f"unmap {inode}")
+
     @call(RoleControl.move_kinds)
     async def move_kinds(self, request: MoveKinds) -> KindStates:
         if request.order <= self.order:

@@ -56,8 +56,8 @@ SegmentCalls.methods = {
 class SegmentWorker(SegmentCallsMixin):
     interface = SegmentCalls
 
-    def __init__(self, segments: MemorySegments) -> None:
-        self.segments = segments
+    def __init__(self, segments: MemorySegments, mesh: Mesh) -> None:
+        self.segments, self._mesh = segments, mesh
         # prepares the requested kinds before a time slice is granted
         self.prepare: Callable[[AcquireSlice], Awaitable[None]] | None = None
 
@@ -140,7 +140,8 @@ class Bench:
         return learner
 
     async def __aenter__(self) -> Bench:
-        self.worker, self.segment_worker = self.mesh(WORKER), SegmentWorker(self.segments)
+        self.worker = self.mesh(WORKER)
+        self.segment_worker = SegmentWorker(self.segments, self.worker)
         await self.worker.join(self.segment_worker)
         await self.core.mesh.join(None)
         return self

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from meshrl.common.api.calls.interface import Interface
+from meshrl.common.api.calls.role import RoleControl
 from meshrl.common.api.node import Worker
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import CorruptData, StorageFull
@@ -24,13 +26,17 @@ from meshrl.common.base.files.offloaded_tensors import (
 from meshrl.common.base.host.settings import make_offload_path
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.instances.offload_storage import OffloadStorage
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.model.files.device_copies import DeviceCopies
+from meshrl.common.model.files.tensor_storages import TensorStorages
 from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.services.node.instances.segments import MemorySegments, SegmentCallsMixin
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.simulated_host import SimulatedHost, virtual
+from tests.unit.common.model.test_tensor_storages import RecordedDriver
 
 WORKER, PROCESS = "worker/w0", "trainer/j"
 BYTES = 2 * CHUNK_BYTES + 5
@@ -49,11 +55,31 @@ SegmentCalls.methods = {
 class SegmentWorker(SegmentCallsMixin):
     interface = SegmentCalls
 
-    def __init__(self, segments: MemorySegments) -> None:
-        self.segments = segments
+    def __init__(self, segments: MemorySegments, mesh: Mesh) -> None:
+        self.segments, self._mesh = segments, mesh
 
     async def is_process(self, name: str, incarnation: str, owner: str | bytes) -> bool:
         return True
+
+
+class UnmapCalls(Interface):
+    """Part of a role process's interface that handles segments."""
+
+
+UnmapCalls.methods = {
+    name: method for name, method in RoleControl.methods.items() if name.endswith("_segment")
+}
+
+
+class SegmentUser(Actor):
+    interface = UnmapCalls
+
+    def __init__(self, storage: OffloadStorage) -> None:
+        self.storage = storage
+
+    @call(RoleControl.unmap_segment)
+    def unmap_segment(self, inode: int) -> None:
+        self.storage.unmap(inode)
 
 
 class Bytes:
@@ -79,8 +105,11 @@ class Bytes:
 
 
 class Bench:
-    def __init__(self, storage: OffloadStorage, segments: MemorySegments, files: Path) -> None:
+    def __init__(
+        self, storage: OffloadStorage, other: OffloadStorage, segments: MemorySegments, files: Path
+    ) -> None:
         self.storage, self.segments, self.files = storage, segments, files
+        self.other = other  # of another process
 
     async def read(self, tier: Tier) -> set[int]:
         """Return the values of the copy at a tier."""
@@ -103,12 +132,15 @@ async def open_bench(
         )
         return Mesh(name, name.partition("/")[0], seams)
 
-    worker, process = make_mesh(WORKER), make_mesh(PROCESS)
+    worker, process, second = (make_mesh(name) for name in (WORKER, PROCESS, "trainer/other"))
     async with MemorySegments(lambda: 1 << 40, budget, WORKER) as segments:
-        await worker.join(SegmentWorker(segments))
-        await process.join(None)
+        await worker.join(SegmentWorker(segments, worker))
         storage = OffloadStorage(process, WORKER, str(files), "optimizer")
-        yield Bench(storage, segments, files)
+        await process.join(SegmentUser(storage))
+        await second.join(None)
+        other = OffloadStorage(second, WORKER, str(files), "optimizer")
+        yield Bench(storage, other, segments, files)
+        await second.leave()
         await process.leave()
         await worker.leave()
 
@@ -196,3 +228,21 @@ async def test_copies_of_an_earlier_version_are_removed_by_name(
         assert await record.find_copies() == [] and not path.exists()
         # earlier tests of the process choose the stream
         assert "an earlier version of MeshRL has written it" in "".join(capsys.readouterr())
+
+
+@virtual
+async def test_segment_is_unpinned_when_another_process_needs_its_memory(
+    clock: Clock, random: Random, tmp_path: Path
+) -> None:
+    driver = RecordedDriver()
+    tensors = {"a": torch.zeros(BYTES, dtype=torch.uint8)}
+    pinned = TensorStorages(tensors, device_copies=DeviceCopies(driver))
+    async with open_bench(clock, random, tmp_path, budget=BYTES + BYTES // 2) as bench:
+        await bench.storage.save(Tier.MEMORY, {}, pinned)
+        await bench.storage.drop(Tier.MEMORY)
+        await bench.storage.save(Tier.MEMORY, {}, pinned)
+        await bench.storage.drop(Tier.MEMORY)
+        assert driver.calls == ["pin"], "its own next copy reuses the memory"
+        await bench.other.save(Tier.MEMORY, {}, Bytes(1))
+        assert driver.calls == ["pin", "unpin"] and not driver.pinned
+        assert bench.segments.unused_bytes == 0
