@@ -15,6 +15,7 @@ from meshrl.common.mesh.process.child_handle import read_process_usage
 from meshrl.common.mesh.process.diagnosis.failure import read_log_end
 from meshrl.common.mesh.process.supervision import exit_reports
 from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.planner_reports import MOVE_OUTCOME_EVENT
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.embedded_server import redact_password
 from meshrl.common.state.registry import RegistryEntry
@@ -25,6 +26,7 @@ from meshrl.directory.owner_mesh import open_owner_mesh
 from meshrl.runs.outcome import read_outcome
 from meshrl.view import disk_full
 from meshrl.view.history import decisions, move_outcomes
+from meshrl.view.history.decisions import DECISION_KINDS
 from meshrl.view.json_output import to_json_document
 from meshrl.view.live import console_tables, mesh_tables, slice_tables
 from meshrl.view.mesh import gang_slices, gpu_status
@@ -40,7 +42,7 @@ from meshrl.view.mesh.mesh_snapshot import (
 from meshrl.view.mesh.process_usage import find_owner_job
 from meshrl.view.mesh.stalls import JOB_PREFIX, Stall, diagnose_stalls, make_redis_stall
 from meshrl.view.recording.job_usage import sum_live_slices
-from meshrl.view.recording.run_record import read_move_outcomes
+from meshrl.view.recording.run_record import read_recorded_events
 
 STALL_TIMEOUT_S = 3.0  # with the start of this program below the 5 s that a stall is named in
 
@@ -130,9 +132,11 @@ def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
 
     place = find_mesh(mesh)
     recent, snapshot = query_mesh(place, read_recent_state, ANSWER_TIMEOUT_S)
-    known = [read_move_outcomes(Path(row.run_dir)) for row in snapshot.jobs]
-    judged = move_outcomes.list_outcomes(move_outcomes.merge_events(*known, recent), subject)
-    found = decisions.select_decisions(recent, subject)
+    name, kinds = subject.removeprefix("worker/"), (*DECISION_KINDS, MOVE_OUTCOME_EVENT)
+    recorded = (read_recorded_events(Path(row.run_dir), kinds, name) for row in snapshot.jobs)
+    all_events = decisions.merge_events(*recorded, recent)
+    judged = move_outcomes.list_outcomes(all_events, subject)
+    found = decisions.select_decisions(all_events, subject)
     if not found and not judged:
         _check_subject(subject, snapshot)
     present = snapshot.predictions.get(subject)

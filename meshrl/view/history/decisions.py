@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from meshrl.common.state import events
-from meshrl.common.state.events import Event
+from meshrl.common.state.events import Event, parse_event_id
 from meshrl.common.state.pool.workers.rows import Role, Tier
 from meshrl.common.state.redis.client import StateClient
 from meshrl.view.history.blocked_jobs import ADMISSION
@@ -28,6 +28,12 @@ _MAX_EVENTS = 5_000  # newest events that are searched
 async def read_recent(state: StateClient) -> list[Event]:
     """Return the newest events, oldest first."""
     return (await events.read_remaining(state))[-_MAX_EVENTS:]
+
+
+def merge_events(*sources: Iterable[Event]) -> list[Event]:
+    """Return events of several sources, each once, in their order."""
+    found = {event.id: event for source in sources for event in source}
+    return sorted(found.values(), key=lambda event: parse_event_id(event.id))
 
 
 def select_decisions(candidates: Iterable[Event], subject: str) -> list[Event]:

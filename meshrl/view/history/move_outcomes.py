@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshrl.common.state.events import Event, parse_event_id
+from meshrl.common.state.events import Event
 from meshrl.common.state.pool.store.planner_reports import (
     MOVE_OUTCOME_EVENT,
     JobPrediction,
     MoveOutcome,
     decode_move_outcome,
 )
+from meshrl.view.history import decisions
 
 MAX_MOVES = 10  # judged moves that are shown, the last ones
 
@@ -26,14 +27,8 @@ def list_outcomes(events: Iterable[Event], subject: str = "") -> list[MoveOutcom
 
 
 def merge_events(*sources: Iterable[Event]) -> list[Event]:
-    """Return events of several sources, each once, in their order."""
-    found = {
-        event.id: event
-        for source in sources
-        for event in source
-        if event.kind == MOVE_OUTCOME_EVENT
-    }
-    return sorted(found.values(), key=lambda event: parse_event_id(event.id))
+    """Return judged moves of several sources, each once, in their order."""
+    return [one for one in decisions.merge_events(*sources) if one.kind == MOVE_OUTCOME_EVENT]
 
 
 def format_seconds(value: float | None) -> str:

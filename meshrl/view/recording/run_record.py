@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -70,15 +70,17 @@ def read_rare_events(run_dir: Path) -> Iterator[Event]:
 
 
 def read_move_outcomes(run_dir: Path) -> list[Event]:
-    """Return the judged moves in the record of a run on this host.
+    """Return the judged moves in the record of a run on this host."""
+    return read_recorded_events(run_dir, [MOVE_OUTCOME_EVENT], f'"{MOVE_OUTCOME_EVENT}"')
+
+
+def read_recorded_events(run_dir: Path, kinds: Collection[str], text: str) -> list[Event]:
+    """Return the events of these kinds that contain a text, in the record of a run on this host.
 
     Redis retains events for some minutes only.
     """
-    return [
-        parse_event(row)
-        for row in iterate_rows(run_dir / EVENTS_FILE, f'"{MOVE_OUTCOME_EVENT}"')
-        if row["kind"] == MOVE_OUTCOME_EVENT
-    ]
+    rows = iterate_rows(run_dir / EVENTS_FILE, text)
+    return [parse_event(row) for row in rows if row["kind"] in kinds]
 
 
 def find_last_step(rows: Sequence[Row]) -> int:

@@ -236,8 +236,10 @@ def test_top_prints_one_frame_without_a_terminal_and_one_json_document(
     assert json.loads(meshrl("top", str(held_mesh.run), "--json"))["jobs"] == found["jobs"]
 
 
-def test_moves_trimmed_from_redis_come_from_the_record(held_mesh: HeldMesh) -> None:
+def test_moves_and_decisions_trimmed_from_redis_come_from_the_record(held_mesh: HeldMesh) -> None:
     held_mesh.ask(write_planner_memory)
+    placed = {"job": JOB, "partner": "other", "rule": "user"}
+    held_mesh.ask(lambda state: events.append(state, "place_settled", placed))
     held_mesh.record()
     held_mesh.ask(lambda state: state.run_command("DEL", EVENTS))
     held_mesh.ask(lambda state: events.append(state, MOVE_OUTCOME_EVENT, make_outcome(20)))
@@ -245,6 +247,7 @@ def test_moves_trimmed_from_redis_come_from_the_record(held_mesh: HeldMesh) -> N
     assert [move["step"] for move in found["judged"]] == [8, 20]
     document = json.loads(meshrl("status", "--why", JOB, "--mesh", str(held_mesh.root), "--json"))
     assert [move["step"] for move in document["moves"]] == [8, 20]
+    assert [event["kind"] for event in document["decisions"]] == ["place_settled"]
 
 
 def test_status_why_shows_moves_with_regret_and_the_bottleneck(held_mesh: HeldMesh) -> None:
