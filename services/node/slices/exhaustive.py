@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from meshrl.services.node.slices.slice_policy import (
     STARVATION_CAP_S,
+    Candidate,
     GangState,
     RankedCandidate,
     split_overdue,
@@ -40,6 +41,6 @@ class Exhaustive:
         """Return infinity for any switch that takes time."""
         return math.inf if switch_s > 0.0 else 0.0
 
-    def compute_follow_up_s(self, cost_s: float) -> float:
+    def compute_follow_up_s(self, rival: Candidate) -> float:
         """Return 0: its quantum covers all slices."""
         return 0.0

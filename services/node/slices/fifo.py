@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.services.node.slices.slice_policy import GangState, RankedCandidate
+from meshrl.services.node.slices.slice_policy import Candidate, GangState, RankedCandidate
 
 
 class Fifo:
@@ -22,6 +22,6 @@ class Fifo:
         """Return 0: an instance with a newer request never keeps its ranks."""
         return 0.0
 
-    def compute_follow_up_s(self, cost_s: float) -> float:
+    def compute_follow_up_s(self, rival: Candidate) -> float:
         """Return 0: the order of requests holds."""
         return 0.0

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from meshrl.services.node.slices.slice_policy import (
     SHORT_REASON,
     STARVATION_CAP_S,
+    Candidate,
     GangState,
     RankedCandidate,
     split_overdue,
 )
 
-FOLLOW_UP_SHARE = 0.1  # of a waiting slice's cost, by which short ones of the last holder delay it
+FOLLOW_UP_SHARE = 0.1  # of a waiting slice's cost, by which short ones may delay it
 QUANTUM_SWITCHES = 2.0  # an instance keeps its ranks for so many durations of the next switch
 
 
@@ -51,9 +52,9 @@ class HighestResponseRatio:
         """Return the multiple of the switch's duration."""
         return self.quantum_switches * switch_s
 
-    def compute_follow_up_s(self, cost_s: float) -> float:
-        """Return a share of the cost: the next tensors are loaded beside the short slices."""
-        return FOLLOW_UP_SHARE * cost_s
+    def compute_follow_up_s(self, rival: Candidate) -> float:
+        """Return a share of the cost and a quantum: the switch happens beside the short slices."""
+        return FOLLOW_UP_SHARE * rival.cost_s + self.compute_quantum_s(rival.switch_s)
 
     def _find_reason(
         self, gang: GangState, one: RankedCandidate, ranked: list[RankedCandidate]
@@ -71,6 +72,6 @@ class HighestResponseRatio:
             if rival.instance != request.instance and rival.ranks & request.ranks:
                 if tenure.used_s < self.compute_quantum_s(other.candidate.switch_s):
                     return "quantum"
-                most_s = self.compute_follow_up_s(other.candidate.cost_s)
+                most_s = self.compute_follow_up_s(other.candidate)
                 return SHORT_REASON if tenure.short_s + service_s <= most_s else ""
         return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.services.node.slices.slice_policy import GangState, RankedCandidate
+from meshrl.services.node.slices.slice_policy import Candidate, GangState, RankedCandidate
 
 
 class RoundRobin:
@@ -30,6 +30,6 @@ class RoundRobin:
         """Return 0: the turn passes on after each slice."""
         return 0.0
 
-    def compute_follow_up_s(self, cost_s: float) -> float:
+    def compute_follow_up_s(self, rival: Candidate) -> float:
         """Return 0: the turn passes on after each slice."""
         return 0.0

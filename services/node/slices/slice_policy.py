@@ -92,8 +92,8 @@ class SlicePolicy(Protocol):
     def compute_quantum_s(self, switch_s: float) -> float:
         """Return for how long an instance keeps its ranks before a switch of that duration."""
 
-    def compute_follow_up_s(self, cost_s: float) -> float:
-        """Return by how much short slices of the last holder may delay one of that cost."""
+    def compute_follow_up_s(self, rival: Candidate) -> float:
+        """Return by how much short slices of the last holder may delay another request."""
 
 
 def split_overdue(

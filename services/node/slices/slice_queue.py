@@ -434,7 +434,7 @@ class SliceQueue:
         following = self._past[tenure.instance].find_following()
         if not following or rival.switch_s <= 0.0:
             return 0.0
-        most_s = self.policy.compute_follow_up_s(rival.cost_s)
+        most_s = self.policy.compute_follow_up_s(rival)
         left_s = most_s - tenure.short_s - following[0].duration_s
         limit_s = min(ANTICIPATION_FACTOR * following[0].gap_s, ANTICIPATION_CAP_S)
         return limit_s if 0.0 < limit_s <= left_s else 0.0

@@ -92,7 +92,7 @@ def test_fifo_serves_the_oldest_and_round_robin_the_one_served_longest_ago() -> 
 def test_last_holder_keeps_its_ranks_for_a_multiple_of_the_next_switch() -> None:
     policy = HighestResponseRatio(quantum_switches=2.0)
     rival = make_candidate("rival", 20.0, 1.0, 3.0)
-    holder = make_candidate("holder", 0.0, 1.0)
+    holder = make_candidate("holder", 0.0, 7.0)
     within = order(policy, holder, rival, tenure=Tenure("holder", 5.9))
     assert within[0] == ("holder", "quantum")
     beyond = order(policy, holder, rival, tenure=Tenure("holder", 6.0))
@@ -102,7 +102,7 @@ def test_last_holder_keeps_its_ranks_for_a_multiple_of_the_next_switch() -> None
 
 
 def test_short_slices_of_the_last_holder_delay_a_request_by_a_share_of_its_cost() -> None:
-    rival = make_candidate("rival", 20.0, 6.0, 0.1)
+    rival = make_candidate("rival", 20.0, 6.0, 0.1)  # 0.61 s, and 0.2 s
     short = make_candidate("holder", 0.0, 0.5)
     first = order(HighestResponseRatio(), short, rival, tenure=Tenure("holder", 6.0))
     assert first[0] == ("holder", "short slice")
@@ -227,7 +227,7 @@ def test_ranks_stay_free_for_the_last_holders_prompt_request() -> None:
         assert queue.choose_waiting(at + 1.0) == []  # for 0.1 of a switch
         assert queue.anticipates_until == pytest.approx(at + 1.4)
     assert [one.chosen.reason for one in decisions] == ["response ratio", "quantum"]
-    [chosen] = queue.choose_waiting(2.4)  # the next request has not come
+    [chosen] = queue.choose_waiting(2.41)  # the next request has not come
     assert chosen.request.instance == "b" and chosen.switch_s == 4.0
 
 
