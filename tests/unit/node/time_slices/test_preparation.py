@@ -286,6 +286,20 @@ async def test_waiting_instance_is_prefetched_beside_the_holder(stage: Stage) ->
 
 
 @story_on(on_stage)
+async def test_idle_gang_prefetches_for_the_request_that_is_expected_first(stage: Stage) -> None:
+    first, _ = tight(stage)
+    await stage.workers()
+    (_, core), (_, engine) = [await stage.join_instance(i) for i in (1, 0)]
+    for _ in range(2):
+        await stage.compute("core", core, 0.1)
+        await stage.compute("engine", engine, 0.1)
+    await stage.clock.sleep(1.0)
+    last = [order for order in first.orders if order.prefetch][-1]
+    assert (last.instance, last.computing) == (CORE, [])
+    assert [use.instance for use in last.expected] == [CORE, ENGINE]
+
+
+@story_on(on_stage)
 async def test_prefetched_bytes_are_recorded_as_hidden(stage: Stage) -> None:
     first, _ = tight(stage)
     first.budget = 2 * SIZE
