@@ -30,11 +30,13 @@ def answer_sharing_requests(
         draft.add_decision(RejectRequest(request.op, why, Rationale("user", request.job, figures)))
         if not why:
             found.pop(request.job, None)
-            core = draft.get_instances(request.job).core
             if request.partner:
                 found[request.job] = request.partner
-            elif core is not None and core.instance.pinned:
-                draft.update_instance(core, Rationale("user", request.job), pinned=False)
+    former_guests = (partners.keys() - found.keys()) & by_id.keys()  # apart, or without a partner
+    for guest in sorted(former_guests):
+        core = draft.get_instances(guest).core
+        if core is not None and core.instance.pinned:
+            draft.update_instance(core, Rationale("user", guest), pinned=False)
     return found
 
 
@@ -48,7 +50,7 @@ def _explain_rejection(
     settings = draft.snapshot.settings
     unknown = [name for name in (request.job, request.partner) if name and name not in jobs]
     if unknown:
-        return f"there is no job {unknown[0]} that has not ended"
+        return f"there is no job {unknown[0]}, or it has ended"
     if not request.partner:
         return "" if request.job in partners else f"{request.job} is not placed with another job"
     if request.job == request.partner:

@@ -253,6 +253,7 @@ def test_requested_guest_runs_alone_while_its_partner_is_paused() -> None:
     bench.settle()
     assert list(bench.roles("b").values()) == ["core+rollout"]
     assert bench.memory.requested_partners == {}
+    assert not any(r.pinned for _, r in bench.list_instances("b")), "the request has ended"
 
 
 def test_guest_colocates_with_its_engine_if_both_are_requested() -> None:
