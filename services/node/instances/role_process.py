@@ -22,7 +22,13 @@ from meshrl.common.base.errors import (
     StateUnavailable,
     StorageFull,
 )
-from meshrl.common.base.host.settings import ACCELERATOR_ENV, DEVICE_ENV, WORKER_ENV
+from meshrl.common.base.files.offload_media import make_segment_key
+from meshrl.common.base.host.settings import (
+    ACCELERATOR_ENV,
+    DEVICE_ENV,
+    WORKER_ENV,
+    make_offload_path,
+)
 from meshrl.common.hardware.gpus.nvml import GpuLost, GpuQueryFailed, NoDriver
 from meshrl.common.hardware.gpus.visibility import CUDA_ENV
 from meshrl.common.mesh.process.child_handle import ChildProcess
@@ -62,6 +68,7 @@ RESTART_BUDGET = (8, 60.0)
 DRAIN_S = 5.0
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 WORKER_STOP_S = 1.0  # for both, when the whole worker stops
+DELETE_TIMEOUT_S = 30.0  # to delete files of some 100 GB
 TRY_AGAIN_S = 30.0  # after the restart budget is exhausted
 RESTART_AFTER_SUCCESS_S = (
     3.0  # after a clean exit of a process that is still desired: its job has resumed
@@ -471,6 +478,8 @@ class RoleProcess(SupervisorHooks):
         self._context.budgets.record_exit(self.name)
         self._on_instance_exit(self.process_key[0])
         await self._leases.evict(child)
+        with suppress(DeadlineExceeded, OSError):  # the next process of the name replaces them
+            await self._delete_unrecorded_copies()
         self._has_exit_error = child_exit.failure is not None
         if self.phase not in (InstancePhase.DRAINING, InstancePhase.GONE):
             self.restarts += 1
@@ -484,6 +493,20 @@ class RoleProcess(SupervisorHooks):
                     replace(child_exit, failure=STARTUP_TIMEOUT) if has_timed_out else child_exit
                 )
                 await self._wait_for_room()  # its supervisor starts it again
+
+    async def _delete_unrecorded_copies(self) -> None:
+        """Delete the copies of kinds of which no record exists: no later process can use them."""
+        context, mesh = self._context, self._mesh
+        file = make_offload_path(mesh.settings.make_offload_directory(mesh.name), self.name)
+        usage = context.budgets.get_usage(self.name)
+        memory_bytes, disk_bytes = usage.memory, usage.disk
+        if not context.segments.find(make_segment_key(self.name)).path:
+            context.segments.delete_process(self.name)
+            memory_bytes = 0
+        if disk_bytes and not file.exists():
+            await mesh.host.run_blocking(remove_with_parts, file, deadline_s=DELETE_TIMEOUT_S)
+            disk_bytes = 0
+        context.budgets.record_usage(self.name, TierBytes(memory=memory_bytes, disk=disk_bytes))
 
     async def _wait_for_room(self) -> None:
         """Wait for room for a restart; report why there is none after RESTART_ROOM_TIMEOUT_S.
@@ -544,3 +567,9 @@ class RoleProcess(SupervisorHooks):
             )
             self._retry_at = self._now() + TRY_AGAIN_S
         self._on_change()
+
+
+def remove_with_parts(file: Path) -> None:
+    """Delete a file, with its parts of the same prefix."""
+    for path in file.parent.glob(f"{file.name}*"):  # complete or partial
+        path.unlink(missing_ok=True)

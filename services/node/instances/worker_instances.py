@@ -25,12 +25,16 @@ from meshrl.services.node.instances.accelerator_reservation import (
 )
 from meshrl.services.node.instances.desired_roles import DesiredRole
 from meshrl.services.node.instances.offloaded_state import find_offloaded_state
-from meshrl.services.node.instances.role_process import RoleProcess, WorkerContext
+from meshrl.services.node.instances.role_process import (
+    DELETE_TIMEOUT_S,
+    RoleProcess,
+    WorkerContext,
+    remove_with_parts,
+)
 
 STARTING_POLL_S = 0.1  # while a process starts or moves, its readiness triggers no message
 POLL_S = 0.5
 KILL_S = 8.0  # for the kernel to end a process, within the slice scheduler's own deadline
-DELETE_TIMEOUT_S = 30.0  # to delete a file of some 100 GB
 MAX_OLD_LOGS = 20  # of instances that are gone; each has a name and a log of its own
 PER_INSTANCE_PREFIXES = ("engine/", "hybrid/")  # processes that are named after their instance
 IDLE_POLL_S = 5.0  # when all is reconciled; a change wakes it earlier
@@ -182,7 +186,7 @@ class ProcessSlot:
         file = make_offload_path(
             context.mesh.settings.make_offload_directory(context.mesh.name), self.name
         )
-        await context.mesh.host.run_blocking(_remove, file, deadline_s=DELETE_TIMEOUT_S)
+        await context.mesh.host.run_blocking(remove_with_parts, file, deadline_s=DELETE_TIMEOUT_S)
         context.budgets.remove(self.name)
         await self._owner.retire_log(self.name)
 
@@ -321,7 +325,9 @@ class WorkerInstances:
         self._old_logs.append(log)
         if len(self._old_logs) > MAX_OLD_LOGS:
             oldest = self._old_logs.popleft()
-            await self.context.mesh.host.run_blocking(_remove, oldest, deadline_s=DELETE_TIMEOUT_S)
+            await self.context.mesh.host.run_blocking(
+                remove_with_parts, oldest, deadline_s=DELETE_TIMEOUT_S
+            )
 
     async def watch_leases(self) -> None:
         """Detect expired leases of the processes until cancelled.
@@ -398,12 +404,6 @@ class WorkerInstances:
             self._start_slot(slot)
         elif not self._failure.done():
             self._failure.set_exception(error)
-
-
-def _remove(file: Path) -> None:
-    """Delete a file, with its parts of the same prefix."""
-    for path in file.parent.glob(f"{file.name}*"):  # complete or partial
-        path.unlink(missing_ok=True)
 
 
 def _delete_others(directory: Path, file_names: set[str]) -> None:
