@@ -40,6 +40,7 @@ class SharedOutcome:
     cpu_s: float = 0.0
     recovery_s: float = 0.0  # from the last fault until each job has made further steps
     processes: int = 0
+    unsliced_overlaps: int = 0
 
     @property
     def replay_command(self) -> str:
@@ -78,6 +79,7 @@ async def _run(loop: VirtualLoop, record: EventRecord, root: Path, outcome: Shar
         world.violate(f"the run ended with {error}")
     outcome.violations = [*world.violations, *world.machine.failures]
     outcome.processes, outcome.digest = len(world.machine.processes), record.digest
+    outcome.unsliced_overlaps = world.unsliced_overlaps
 
 
 async def _run_world(world: SharedGang, random: Random, outcome: SharedOutcome) -> None:

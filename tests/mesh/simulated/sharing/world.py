@@ -98,7 +98,9 @@ class SharedGang:
             defaultdict[str, float](float),
         )
         self._used: dict[str, dict[int, int]] = defaultdict(dict)  # bytes by worker and pid
-        self._computing: dict[str, list[Role]] = defaultdict(list)  # by worker
+        # by worker: each process that computes, with True if it takes time slices
+        self._computing: dict[str, dict[Role, bool]] = defaultdict(dict)
+        self.unsliced_overlaps = 0  # pieces of processes that begin or end to take time slices
         self._stop_requested = asyncio.Event()
         self._root_process = self.machine.spawn("launcher", [], "launcher", None, False)
         self.state = open_state(self.redis, self._root_process)
@@ -180,20 +182,19 @@ class SharedGang:
 
     def _drop_process(self, role: Role) -> None:
         self._used[role.worker].pop(role.process.pid, None)
-        if role in self._computing[role.worker]:
-            self._computing[role.worker].remove(role)
+        self.end_computing(role)
 
     def begin_computing(self, role: Role) -> None:
-        there = self._computing[role.worker]
-        if there:
+        there, is_sliced = self._computing[role.worker], role.slices.is_enabled
+        if is_sliced and any(there.values()):
             names = [f"{one.process.label} of {one.placement.instance}" for one in there]
             self.violate(f"{role.process.label} computes beside {names}")
-        there.append(role)
+        elif there:
+            self.unsliced_overlaps += 1
+        there[role] = is_sliced
 
     def end_computing(self, role: Role) -> None:
-        there = self._computing[role.worker]
-        if role in there:
-            there.remove(role)
+        self._computing[role.worker].pop(role, None)
 
     def is_other_computing(self, role: Role) -> bool:
         return any(other is not role for other in self._computing[role.worker])
