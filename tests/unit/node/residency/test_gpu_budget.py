@@ -27,11 +27,11 @@ async def story(world):
         async with ResidencyManager(
             world.mesh, world.budgets, guard, processes, world.kill
         ) as residency:
-            print(residency.accelerator_budget)
+            print(residency.state().accelerator_budget)
             if not world.processes:
                 for instance in "ab":
                     await world.start(instance)
-                print(residency.accelerator_budget)
+                print(residency.state().accelerator_budget)
 
 run_story(story, TierBytes())
 """
