@@ -135,6 +135,7 @@ class FrozenModels(StatelessSleeper, KindCallsMixin):
         async with self.kinds.use_kinds():
             await self._thread.run(let_go, deadline_s=COMPUTE_TIMEOUT_S)
             self.kinds.forget_all()
+            self.kinds.is_asleep = True
         await self.kinds.drop_copies()
 
     async def wake(self) -> None:

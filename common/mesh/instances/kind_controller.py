@@ -112,8 +112,7 @@ class KindController:
         self._lock = asyncio.Lock()  # a move is in progress
         self._used: Counter[str] = Counter()  # by kind: pieces that compute with its tensors
         self._moving: frozenset[str] = frozenset()  # kinds of the order in progress
-        # The process moves or has moved as a whole. Until it does, a piece that it waits for may
-        # need orders.
+        # The process moves or has moved as a whole. Before, a piece that it waits for needs orders.
         self.is_asleep = False
         self.loss: CorruptData | None = None  # reason that the tensors have no valid content
         self._last_order: MoveKinds | None = None

@@ -27,7 +27,8 @@ class Sleeper(Protocol):
     async def sleep(self, tier: Tier) -> None:
         """Stop at a safe point, and move all kinds to `tier`, or drop those that can be rebuilt.
 
-        If it raises, the process stays as before.
+        From the safe point on `KindController.is_asleep` is True. If it raises, the process stays
+        as before.
         """
 
     async def wake(self) -> None:
@@ -203,7 +204,6 @@ class TierController:
         except BaseException:
             self._kinds.is_asleep = False
             raise
-        self._kinds.is_asleep = True
         self._durations_s["sleep_s"] = round(self._mesh.clock.monotonic() - began, 3)
 
     async def _wake(self) -> None:

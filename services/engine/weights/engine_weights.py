@@ -278,6 +278,7 @@ class EngineSleeper:
                     self._put_to_sleep, "putting the engine to sleep"
                 )
                 self._kinds.forget_all()
+                self._kinds.is_asleep = True
         except BaseException:
             self._weights.is_asleep = False
             raise

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshrl.common.api.calls.role import SetTier
+from meshrl.common.api.calls.role import KindState, MoveKinds, SetTier
 from meshrl.common.api.ranks import (
     RankFault,
     RankOrder,
@@ -198,22 +198,29 @@ class OwnRows(Rank):
     """Rank with 100 bytes of rows, once it has left its earlier group for the next one."""
 
     def __init__(self) -> None:
-        self.rank, self.row_bytes = 1, 0
+        self.rank, self.row_bytes, self.rows = 1, 0, torch.arange(25.0)
 
     def make_kinds(self) -> dict[str, TensorsOfKind]:
-        return {"parameters": TensorsOfKind(lambda: TensorStorages({}), lambda: self.row_bytes)}
+        storages = partial(TensorStorages, {"rows": self.rows})
+        return {"parameters": TensorsOfKind(storages, lambda: self.row_bytes)}
 
     def leave(self) -> None:
         self.row_bytes = 100
 
 
-def create_bench(clock: VirtualClock, random: Random, root: Path = Path("/nowhere")) -> RankActor:
-    settings = MeshSettings(redis_url="simulated", run_root=str(root), worker="worker/w1")
+def create_bench(
+    clock: VirtualClock,
+    random: Random,
+    root: Path = Path("/nowhere"),
+    make_rank: Callable[[], OwnRows] = OwnRows,
+    worker: str = "worker/w1",
+) -> RankActor:
+    settings = MeshSettings(redis_url="simulated", run_root=str(root), worker=worker)
     host = SimulatedHost(clock, random.child("host"))
     mesh = alone("rank/j/1", clock, random, host, settings=settings)
     seat = Placement("g0", "g0.0", "j", 1, core=True, rank=1, ranks=2)
     data = JobData("j", JobConfig(name="j"), root, root)
-    return RankActor(mesh, data, seat, OwnRows())
+    return RankActor(mesh, data, seat, make_rank())
 
 
 def desired_tier(tier: str, epoch: int) -> SetTier:
@@ -241,6 +248,40 @@ async def test_rank_leaves_after_its_rows_are_gathered(
     await rank.execute_sleep_order(move("accelerator"))
     await rank.set_tier(desired_tier("accelerator", 3))
     assert rank.collect_stats()["tier"] == Tier.ACCELERATOR
+
+
+@story_on(partial(run_virtual, limit_s=10000.0), given=2)
+async def test_further_rank_moves_its_rows_by_order_until_it_sleeps(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    own = OwnRows()
+    rank = create_bench(clock, random, tmp_path, lambda: own, "")
+    await rank.stand_by(RankOrder(THIRD))
+    sliced = replace(desired_tier("accelerator", 1), time_sliced=True, offload_dir=str(tmp_path))
+    assert (await rank.set_tier(sliced)).accelerator_bytes == 100
+
+    async def order(number: int, action: str) -> KindState:
+        tier = "" if action == "load" else "disk"
+        return (await rank.move_kinds(MoveKinds(number, action, ["parameters"], tier))).kinds[0]
+
+    async def sleep(action: str) -> None:
+        await rank.execute_sleep_order(SleepOrder(THIRD, action, "disk", {}))
+
+    async with rank.kinds.use_kinds(["parameters"], changed=["parameters"]):
+        own.rows += 1.0
+        with pytest.raises(Refused, match="process computes"):
+            await order(1, "offload")
+    away = await order(2, "offload")
+    assert (
+        away.accelerator_bytes == 0 < away.disk_bytes and own.rows.untyped_storage().nbytes() == 0
+    )
+    await sleep("keep")
+    with pytest.raises(Refused, match="moves as a whole"):
+        await order(3, "load")
+    for action in ("release", "take", "discard"):
+        await sleep(action)
+    assert torch.equal(own.rows, torch.arange(25.0) + 1.0)
+    assert (await order(4, "write_back")).accelerator_bytes == 100
 
 
 @story_on(partial(run_virtual, limit_s=10000.0), given=2)
