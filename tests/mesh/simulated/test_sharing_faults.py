@@ -115,7 +115,7 @@ CASES = [
 ]
 
 
-@pytest.mark.rotating(30)
+@pytest.mark.rotating(60)
 @pytest.mark.parametrize(
     ("phase", "fault", "target"), CASES, ids=lambda it: getattr(it, "__name__", it)
 )
