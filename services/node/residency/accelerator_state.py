@@ -111,6 +111,14 @@ class AcceleratorState:
             frozenset(full_tiers),
         )
 
+    def compute_further_bytes(
+        self, computing: Sequence[KindUse], expected: Sequence[KindUse]
+    ) -> int:
+        """Return the bytes by which an expected slice needs more to compute than present ones."""
+        present_bytes = max(map(self.compute_working_bytes, computing), default=0)
+        next_bytes = max(map(self.compute_working_bytes, expected), default=0)
+        return max(0, next_bytes - present_bytes)
+
     def compute_working_bytes(self, use: KindUse) -> int:
         """Return the bytes that a slice needs beside the kinds that are there; 0: unknown.
 

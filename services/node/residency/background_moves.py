@@ -49,7 +49,8 @@ class BackgroundMoves:
                     return
                 computing = self._list_computing(request)  # also one granted in the meantime
                 snapshot = self._accelerator.make_snapshot(computing, expected, staying=staying)
-                planned = plan_prefetch(snapshot) or plan_write_back(snapshot)[:1]
+                reserved = self._accelerator.compute_further_bytes(computing, expected)
+                planned = plan_prefetch(snapshot) or plan_write_back(snapshot, reserved)[:1]
                 if not planned:
                     return
                 counts = len(results.moves), len(results.failures)

@@ -231,14 +231,15 @@ def _estimate_swap_s(snapshot: ResidencySnapshot, place: KindPlace, other: KindP
     return snapshot.estimate_s(size, source, accelerator) + min(costs_s, default=math.inf)
 
 
-def plan_write_back(snapshot: ResidencySnapshot) -> list[PlannedMove]:
+def plan_write_back(snapshot: ResidencySnapshot, reserved_bytes: int = 0) -> list[PlannedMove]:
     """Plan copies of dirty kinds to memory as far as it has room; they stay on the accelerator.
 
     The kinds that are needed last are first, because they are evicted first. Those that the
-    accelerator can hold until they are needed stay as they are.
+    accelerator can hold until they are needed stay as they are. `reserved_bytes`: that the next
+    slices compute in, beside those of the present ones.
     """
     room = snapshot.free_bytes(Tier.MEMORY)
-    lasting_bytes = snapshot.budgets.accelerator or math.inf
+    lasting_bytes = (snapshot.budgets.accelerator or math.inf) - reserved_bytes
     lasting_bytes -= snapshot.other_bytes.accelerator
     lasting_bytes -= sum(p.accelerator_bytes for p in snapshot.places if snapshot.is_fixed(p))
     movable = [place for place in snapshot.places if not snapshot.is_fixed(place)]

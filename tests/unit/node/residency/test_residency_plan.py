@@ -197,6 +197,7 @@ def test_only_kinds_that_must_leave_before_their_use_are_written_back() -> None:
     assert [move.kind for move in plan_write_back(snapshot)] == ["gradients"]
     wide = replace(snapshot, budgets=TierBytes(40), expected=[*uses, late])
     assert plan_write_back(wide) == []
+    assert [move.kind for move in plan_write_back(wide, 10)] == ["gradients"]
 
 
 def test_prefetch_waits_if_the_swap_takes_longer_than_it_saves() -> None:
