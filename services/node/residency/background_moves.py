@@ -23,7 +23,7 @@ class BackgroundMoves:
     def __init__(
         self, lock: asyncio.Lock, table: KindTable, mover: KindMover, accelerator: AcceleratorState
     ) -> None:
-        """Create it; whoever has the `lock` may move kinds."""
+        """Create it; only the task that has the `lock` moves kinds."""
         self._lock, self._table, self._mover = lock, table, mover
         self._accelerator = accelerator
         self.holder: KindUse | None = None  # of the last order: it may compute

@@ -40,7 +40,7 @@ from meshrl.services.node.residency.residency_plan import (
 from meshrl.services.node.residency.start_rooms import StartRooms
 
 MAX_PLANS = 8  # of one order: each further one follows the failure of a process or tier
-MAX_REPORTS = 3  # requests to a process whose state changes meanwhile
+MAX_REPORTS = 3  # requests to a process whose state changes between them
 LOST_POLL_S = 1.0  # until the exit of a lost process is noticed
 ROOM_POLL_S = 0.2  # while a process that starts, wakes or leaves has the room
 

@@ -427,9 +427,9 @@ class SliceQueue:
         return False
 
     def _compute_follow_up_limit_s(self, tenure: Tenure, rival: Candidate) -> float:
-        """Return how long a rival waits for a short slice that the last holder is about to request.
+        """Return how long a rival waits for a short slice that the last holder requests soon.
 
-        0: none is expected soon enough.
+        It is 0 if none is expected soon enough.
         """
         following = self._past[tenure.instance].find_following()
         if not following or rival.switch_s <= 0.0:

@@ -42,8 +42,9 @@ def apply_mode(draft: PoolDraft, job: PlannedJob, state: SplitState | None) -> P
 
 
 def predict_switch_s(workers: Sequence[WorkerRow], needed_bytes: int) -> float:
-    """Predict the seconds of a switch between slices: bytes beyond the accelerator's budget leave,
-    and as many arrive, at the rates that the worker has measured.
+    """Predict the seconds of a switch between slices by the rates that the workers measured.
+
+    Bytes beyond the accelerator's budget leave, and as many arrive.
     """
     longest_s = 0.0
     for worker in workers:

@@ -46,7 +46,7 @@ async def kill_agent(gang: SharedGang, role: SharedRole) -> None:
 
 async def lose_redis(gang: SharedGang, role: SharedRole) -> None:
     gang.redis.is_unreachable = True
-    await gang.until_steps(3, 50.0)  # nobody needs it
+    await gang.until_steps(3, 50.0)  # no slice needs it
     await gang.clock.sleep(30.0)
     gang.redis.clear_faults()
 

@@ -128,21 +128,23 @@ def test_always_is_rejected_where_it_can_never_hold() -> None:
     assert "500 bytes" in explain_infeasible(always, full, PoolSettings())
 
 
-def whole(size_bytes: int) -> SliceBytes:
+def make_whole(size_bytes: int) -> SliceBytes:
     return SliceBytes(size_bytes, size_bytes, size_bytes)
 
 
 def test_residency_needs_the_largest_function_and_space_for_all() -> None:
     budget = TierBytes(accelerator=100, memory=50, disk=50)
-    assert explain_no_residency(budget, [whole(100), whole(100)]) == ""
-    assert "101 bytes" in explain_no_residency(budget, [whole(101)])
-    assert "201 bytes" in explain_no_residency(budget, [whole(100), whole(100)], 1)
-    assert explain_no_residency(replace(budget, disk=0), [whole(100)] * 3) == ""
-    assert explain_no_residency(TierBytes(), [whole(1 << 50), whole(1 << 50)]) == ""
+    assert explain_no_residency(budget, [make_whole(100), make_whole(100)]) == ""
+    assert "101 bytes" in explain_no_residency(budget, [make_whole(101)])
+    assert "201 bytes" in explain_no_residency(budget, [make_whole(100), make_whole(100)], 1)
+    assert explain_no_residency(replace(budget, disk=0), [make_whole(100)] * 3) == ""
+    assert explain_no_residency(TierBytes(), [make_whole(1 << 50), make_whole(1 << 50)]) == ""
     # a pass takes 40 beside 80 of tensors, 30 of which are the optimizer's; an update takes 5
     core = SliceBytes(passes=120, update=85, largest=90)
     assert explain_no_residency(budget, [core]) == ""
-    assert explain_no_residency(budget, [core, whole(80)]) == "", "two cores never compute at once"
+    assert explain_no_residency(budget, [core, make_whole(80)]) == "", (
+        "two cores never compute at once"
+    )
     assert count_shared_bytes([core, core]) == 85 + 85 + 35
     assert "205 bytes" in explain_no_residency(budget, [core, core])
 
@@ -151,9 +153,9 @@ def test_core_needs_its_largest_function_in_time_slices() -> None:
     memory = RoleMemory(core=120, core_pass=120, core_update=85, core_moments=30, engines={1: 60})
     requirements = job(memory=memory).requirements
     assert estimate_slice_bytes(Role.TRAINING, True, 1, requirements) == (120, 85, 90)
-    assert estimate_slice_bytes(Role.ROLLOUT, False, 1, requirements) == whole(60)
+    assert estimate_slice_bytes(Role.ROLLOUT, False, 1, requirements) == make_whole(60)
     unknown = job(memory=RoleMemory(core=120)).requirements
-    assert estimate_slice_bytes(Role.TRAINING, True, 1, unknown) == whole(120)
+    assert estimate_slice_bytes(Role.TRAINING, True, 1, unknown) == make_whole(120)
 
 
 def test_job_colocates_where_its_largest_function_fits() -> None:

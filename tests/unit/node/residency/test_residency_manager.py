@@ -71,7 +71,7 @@ async def test_only_the_requested_kinds_are_loaded(world: World) -> None:
 
 @in_world(TierBytes(accelerator=110))
 async def test_each_function_has_room_for_its_kinds_and_what_it_computes(world: World) -> None:
-    """All kinds take 100 bytes. A pass computes with 30 beside them, an update with 5."""
+    # all kinds take 100 bytes; a pass computes with 30 beside them, an update with 5
     role = DesiredRole("g0", Instance("a", "job", Role.ROLLOUT), 0, "worker/w0")
     assert world.residency.reserve(role, SliceBytes(passes=130, update=105, largest=105))
     a = await world.start("a")

@@ -102,14 +102,14 @@ def snapshots(draw: st.DrawFn) -> ResidencySnapshot:
     names = st.sampled_from(INSTANCES)
     holder = draw(st.sampled_from([*INSTANCES, ""]))
     computes_with_all = draw(st.booleans())
-    used = frozenset((holder, kind) for kind in KINDS[:2]) if not computes_with_all else frozenset()
+    kinds_in_use = frozenset((holder, kind) for kind in KINDS[: 2 * (not computes_with_all)])
     uses = st.builds(KindUse, names, st.lists(st.sampled_from(KINDS)), st.floats(0, 100))
     return ResidencySnapshot(
         places,
         budgets,
         others,
         frozenset({holder} - {""}) if computes_with_all else frozenset(),
-        used,
+        kinds_in_use,
         draw(st.lists(uses, max_size=5)),
     )
 

@@ -46,12 +46,12 @@ def test_restarted_process_requests_its_segments_while_redis_is_away() -> None:
         await shared.until_steps(A, 1)
         key = make_segment_key(f"engine/{A.id}")
         before = shared.meshes[A.id]
-        await before.ref(shared.mesh.name).call(Worker.create_segment, CreateSegment(key, 4096))
         await shared.worker.instances.kill(A.id, A.generation, "a test")
         await shared.until("restarted", lambda: shared.meshes[A.id] is not before, 30.0)
         await shared.until("ready", lambda: shared.process(A).is_ready, 30.0)
         shared.redis.faults.is_unreachable = True
         own = shared.meshes[A.id].ref(shared.mesh.name)
+        await own.call(Worker.create_segment, CreateSegment(key, 4096))
         await own.call(Worker.commit_segment, key)
         assert not await shared.worker.instances.is_process("engine/g0.9", "", b"")
         shared.redis.faults.is_unreachable = False
