@@ -164,7 +164,8 @@ class SliceQueue:
         for other in self.list_requests(request.instance):
             is_same_process = other.process == request.process
             is_replaced = is_same_process and other.incarnation != request.incarnation
-            if is_replaced or other.generation != request.generation:
+            is_void = is_replaced or other.generation != request.generation
+            if is_void and other.ticket not in self._being_killed:
                 self._drop(other.ticket)
         if not self.has(request.ticket):
             self._waiting[request.ticket] = request, now
@@ -236,12 +237,23 @@ class SliceQueue:
             self._record_use(grant, now)
         return self._drop(ticket)
 
-    def drop_instance(self, instance: str) -> None:
-        """Drop the requests and slices of an instance that no longer has a process."""
+    def drop_instance(self, instance: str) -> list[SliceGrant]:
+        """Drop the requests and slices of an instance whose process has exited.
+
+        Slices on several ranks stay, marked as being killed: the other ranks may still compute.
+        Return each of these once.
+        """
+        remaining = []
         for request in self.list_requests(instance):
-            self._drop(request.ticket)
+            grant = self._grants.get(request.ticket)
+            if grant is None or len(request.ranks) == 1:
+                self._drop(request.ticket)
+            elif request.ticket not in self._being_killed:
+                self._being_killed.add(request.ticket)
+                remaining.append(grant)
         self._activity.pop(instance, None)
         self._past.pop(instance, None)
+        return remaining
 
     def retain_instances(self, generations: Mapping[str, int], deadline: float) -> None:
         """Drop the requests of other instances, and shorten their slices to end at `deadline`.
@@ -332,7 +344,7 @@ class SliceQueue:
     def take_overdue(self, now: float) -> list[SliceGrant]:
         """Mark overdue slices as being killed, and return each of them once.
 
-        Their ranks stay busy until `free_killed` or `drop_instance`.
+        Their ranks stay busy until `free_killed`, or `drop_instance` if there is one rank.
         """
         overdue = [
             candidate
@@ -342,8 +354,12 @@ class SliceQueue:
         self._being_killed.update(grant.request.ticket for grant in overdue)
         return overdue
 
+    def return_overdue(self, grant: SliceGrant) -> None:
+        """Return a slice whose holder could not be killed: `take_overdue` takes it again."""
+        self._being_killed.discard(grant.request.ticket)
+
     def free_killed(self, grant: SliceGrant) -> None:
-        """Free the ranks of an overdue slice; its holder is dead."""
+        """Free the ranks of a slice whose holder is dead on all of them."""
         self._drop(grant.request.ticket)
 
     def next_deadline(self) -> float:

@@ -122,8 +122,14 @@ class SliceScheduler:
         self._grant_waiting()
 
     def release_instance(self, instance: str) -> None:
-        """Drop the slices and requests of an instance whose process on this worker has exited."""
-        self._queue.drop_instance(instance)
+        """Drop the slices and requests of an instance whose process on this worker has exited.
+
+        A slice on several ranks ends when the processes of the others are dead: they may still
+        compute, and without this one their work is lost.
+        """
+        for grant in self._queue.drop_instance(instance):
+            why = f"its process on {self._worker} has exited within their time slice"
+            self._run(self._kill_other_ranks(grant, why), f"kill {instance}")
         self._grant_waiting("lost")
 
     async def acquire(self, request: AcquireSlice) -> TimeSlice:
@@ -383,7 +389,7 @@ class SliceScheduler:
 
     async def _kill_holder(self, grant: SliceGrant) -> None:
         """Kill an overdue instance's processes on all its workers, then grant the next slices."""
-        slice_request, gang = grant.request, self._gang
+        slice_request = grant.request
         if not await self._is_replaced(slice_request):
             held_s = self._mesh.clock.monotonic() - grant.granted_at
             why = (
@@ -394,12 +400,28 @@ class SliceScheduler:
             self._mesh.log.error(
                 "a time slice is overdue", resident=slice_request.instance, why=why
             )
-            workers = [gang.workers[rank] for rank in sorted(slice_request.ranks)] if gang else []
-            request = KillInstance(slice_request.instance, slice_request.generation, why)
-            others = [self._kill_on_worker(w, request) for w in workers if w != self._worker]
-            await run_all([self.kill_local(request), *others])
+            own = KillInstance(slice_request.instance, slice_request.generation, why)
+            try:
+                await run_all([self.kill_local(own), self._kill_elsewhere(slice_request, why)])
+            except MeshError as error:  # the kernel has not ended it
+                self._mesh.log.error("an overdue instance still runs", error=str(error))
+                self._queue.return_overdue(grant)
+                return
         self._queue.free_killed(grant)
         self._grant_waiting("killed")
+
+    async def _kill_other_ranks(self, grant: SliceGrant, why: str) -> None:
+        """Kill the processes of an instance on other workers, then free its slice."""
+        await self._kill_elsewhere(grant.request, why)
+        self._queue.free_killed(grant)
+        self._grant_waiting("lost")
+
+    async def _kill_elsewhere(self, slice_request: SliceRequest, why: str) -> None:
+        """Kill an instance's processes on its other workers."""
+        gang = self._gang
+        workers = [gang.workers[rank] for rank in sorted(slice_request.ranks)] if gang else []
+        request = KillInstance(slice_request.instance, slice_request.generation, why)
+        await run_all(self._kill_on_worker(w, request) for w in workers if w != self._worker)
 
     async def kill_local(self, request: KillInstance) -> None:
         """Kill this worker's own process of an instance, for the scheduler of its gang."""

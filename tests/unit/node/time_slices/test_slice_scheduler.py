@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from meshrl.common.api.node import AcquireSlice, ExplainSlices, Worker
-from meshrl.common.base.errors import Refused
+from meshrl.common.base.errors import DeadlineExceeded, Refused
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.instances.time_slices import SliceClient, UsedSlice
 from meshrl.common.mesh.runtime.calls.actor import call
@@ -177,6 +177,48 @@ async def test_overdue_holder_is_killed_on_all_its_workers_and_the_next_proceeds
     assert LEASES.default_s + 1.0 <= waited <= LEASES.default_s + 3.0  # until the holder was dead
     assert sorted(stage.kills) == [("w0", "g0.1", 1), ("w1", "g0.1", 1)]
     assert scheduler.stats().killed_slices == 1
+
+
+@story_on(on_stage)
+async def test_slice_of_an_exited_first_rank_is_free_when_the_other_ranks_are_dead(
+    stage: Stage,
+) -> None:
+    _, scheduler = await stage.workers()
+    (first, core), (_, other) = [await stage.join_instance(i) for i in (1, 2)]
+    await core.acquire_slice("train_step")
+    waiting = asyncio.create_task(stage.compute("other", other, 0.2))
+    await stage.clock.sleep(1.0)
+    died_s = stage.clock.monotonic()
+    await first.leave()
+    scheduler.release_instance("g0.1")
+    scheduler.release_instance("g0.1")  # its next process exits too
+    _, again = await stage.join_instance(1)
+    await asyncio.gather(waiting, stage.compute("core", again, 0.2))
+    [(_, started_s, _)] = [row for row in stage.computing if row[0] == "other"]
+    assert started_s >= died_s + 1.0  # the kill takes a second
+    assert started_s < died_s + 2.0
+    assert stage.kills == [("w1", "g0.1", 1)]
+
+
+@story_on(on_stage)
+async def test_holder_that_survives_its_kill_keeps_its_slice_and_is_killed_again(
+    stage: Stage,
+) -> None:
+    _, scheduler = await stage.workers()
+    (_, engine), (_, core) = [await stage.join_instance(i) for i in (0, 1)]
+    kill, failures = scheduler._kill, [DeadlineExceeded("it has not exited")] * 2
+
+    async def fail_first(instance: str, generation: int, why: str) -> None:
+        await kill(instance, generation, why)
+        if failures:
+            raise failures.pop()
+
+    scheduler._kill = fail_first
+    await core.acquire_slice("train_step")
+    await stage.compute("engine", engine, 0.2)
+    [(_, started_s, _)] = stage.computing
+    assert started_s >= LEASES.default_s + 3.0  # each kill takes a second
+    assert stage.kills.count(("w0", "g0.1", 1)) == 3
 
 
 @virtual_test()
