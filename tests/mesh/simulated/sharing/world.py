@@ -186,10 +186,11 @@ class SharedGang:
 
     def begin_computing(self, role: Role) -> None:
         there, is_sliced = self._computing[role.worker], role.slices.is_enabled
+        names = [f"{one.process.label} of {one.placement.instance}" for one in there]
         if is_sliced and any(there.values()):
-            names = [f"{one.process.label} of {one.placement.instance}" for one in there]
             self.violate(f"{role.process.label} computes beside {names}")
         elif there:
+            self.record.log_event(f"unsliced: {role.process.label} beside {names}")
             self.unsliced_overlaps += 1
         there[role] = is_sliced
 
