@@ -98,7 +98,12 @@ class AcceleratorState:
             working_bytes = self.compute_working_bytes(use)
             working[use.instance] = max(working[use.instance], working_bytes)
         used_bytes = other_bytes.accelerator + sum(working.values())
-        moving = {one.process_key[0] for one in self._table.processes if one.is_moving}
+        # The claim of one that starts or wakes keeps its room, also if its kinds leave.
+        moving = {
+            one.process_key[0]
+            for one in self._table.processes
+            if one.is_moving or self._budgets.has_reservation(one.name)
+        }
         fully_used = {use.instance for use in computing if not use.kinds}
         return ResidencySnapshot(
             self._table.places,

@@ -198,7 +198,8 @@ class ResidencyManager:
             if self._accelerator.has_room(size_bytes):
                 self._claim(desired, size_bytes)
             elif not self._budgets.has_reservation(desired.name):
-                await self._table.refresh(())
+                holder = self._background.holder  # it may compute
+                await self._table.refresh({holder.instance} if holder is not None else ())
                 plan_room(self._accelerator.make_snapshot(), desired.instance.id, size_bytes)
                 return False
         return True
@@ -285,7 +286,8 @@ class ResidencyManager:
         results: MoveResults,
         requester: KindUse | None = None,
     ) -> None:
-        """Plan and move until nothing is left to do; a failure leads to another plan.
+        """Plan and move until nothing is left to do; a move that does not happen leads to another
+        plan.
 
         Raises the errors of the plan, and of the requester's own process.
         """
@@ -304,9 +306,9 @@ class ResidencyManager:
             planned = await self._wait_for_plan(make_plan, make_snapshot, names | staying, name)
             if not planned:
                 return
-            count = len(results.failures)
+            count, moved_count = len(results.failures), len(results.moves) + len(planned)
             await self._mover.run(planned, results, names)
-            if len(results.failures) == count:
+            if len(results.moves) == moved_count:
                 return
             for move, error in results.failures[count:]:
                 if (entry := self._table.find(move.instance)) is not None:
@@ -320,9 +322,9 @@ class ResidencyManager:
                 elif not isinstance(error, DeadlineExceeded):
                     self._mesh.log.warning("kinds stay", instance=move.instance, error=str(error))
                     staying.add(move.instance)
+        why = f"with {results.failures[-1][1]}" if results.failures else "for lack of room"
         raise DeadlineExceeded(
-            f"{MAX_PLANS} plans of moves have failed, the last one with {results.failures[-1][1]}",
-            where=self._mesh.name,
+            f"{MAX_PLANS} plans of moves have failed, the last one {why}", where=self._mesh.name
         )
 
     async def _wait_for_plan(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from meshrl.common.api.calls.role import RoleControl
+from meshrl.common.api.node import CreateSegment
+from meshrl.common.base.files.offload_media import make_segment_key
+from meshrl.common.base.host.settings import make_offload_path
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
 from meshrl.common.state.pool.store import pool_rows as pool
@@ -75,6 +80,52 @@ def test_killed_process_gets_its_room_back_before_it_restarts() -> None:
         assert shared.tiers.most[Tier.ACCELERATOR] <= 160
 
     run_worker(story, TierBytes(160), SharedWorker)
+
+
+def test_processes_that_exit_at_once_restart_one_after_the_other() -> None:
+    async def story(shared: SharedWorker) -> None:
+        shared.set_desired(A, B)
+        await shared.until_steps(A, 2, 120.0)
+        await shared.until_steps(B, 2, 120.0)
+        instances, roles = shared.worker.instances, dict(shared.roles)
+        await asyncio.gather(*(instances.kill(one.id, 1, "a test") for one in (A, B)))
+
+        def is_new(instance: str) -> bool:
+            return shared.roles[instance] is not roles[instance]
+
+        for one in (A, B):
+            await shared.until("new", partial(is_new, one.id), 2 * START_ROOM_TIMEOUT_S)
+            await shared.until_steps(one, 2, 120.0)
+        assert shared.tiers.most[Tier.ACCELERATOR] <= 160
+        assert shared.process(A).restarts == shared.process(B).restarts == 1
+
+    run_worker(story, TierBytes(160), SharedWorker)
+
+
+@pytest.mark.parametrize("has_record", [False, True])
+def test_only_copies_with_a_record_outlast_their_process(has_record: bool) -> None:
+    async def story(shared: SharedWorker) -> None:
+        shared.set_desired(A)
+        await shared.until_steps(A, 1)
+        name, budgets = f"engine/{A.id}", shared.worker.instances.context.budgets
+        directory = shared.settings.make_offload_directory(shared.mesh.name)
+        parts = ["optimizer", *([""] if has_record else [])]
+        keys = [make_segment_key(name, part) for part in parts]
+        files = [make_offload_path(directory, name, part) for part in parts]
+        for key, file in zip(keys, files, strict=True):
+            shared.segments.create(CreateSegment(key, 4096))
+            shared.segments.commit(key)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(b"a copy")
+        budgets.record_usage(name, TierBytes(memory=60, disk=40), can_move=True)
+        await shared.worker.instances.kill(A.id, 1, "a test")
+        await shared.until("restarted", lambda: shared.process(A).restarts == 1, 10.0)
+        left = TierBytes(memory=60, disk=40) if has_record else TierBytes()
+        assert budgets.get_usage(name) == left
+        assert set(shared.segments.keys) == set(keys if has_record else [])
+        assert [file.exists() for file in files] == [has_record] * len(files)
+
+    run_worker(story, TierBytes(), SharedWorker)
 
 
 def test_process_sleeps_and_wakes_beside_another() -> None:
