@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshrl.common.api.calls.role import KindState, MoveKinds, SetTier
+from meshrl.common.api.calls.role import KindState, KindStates, MoveKinds, SetTier
 from meshrl.common.api.ranks import (
     RankFault,
     RankOrder,
@@ -262,7 +262,8 @@ async def test_further_rank_moves_its_rows_by_order_until_it_sleeps(
 
     async def order(number: int, action: str) -> KindState:
         tier = "" if action == "load" else "disk"
-        return (await rank.move_kinds(MoveKinds(number, action, ["parameters"], tier))).kinds[0]
+        states: KindStates = await rank.move_kinds(MoveKinds(number, action, ["parameters"], tier))
+        return states.kinds[0]
 
     async def sleep(action: str) -> None:
         await rank.execute_sleep_order(SleepOrder(THIRD, action, "disk", {}))
