@@ -121,6 +121,7 @@ class RoleProcess(SupervisorHooks):
         on_change: Callable[[], None],
         on_instance_exit: Callable[[str], None] = lambda instance: None,
         others_are_leaving: Callable[[], bool] = lambda: False,
+        others_begin_slicing: Callable[[], bool] = lambda: False,
         worker_processes: Callable[[], Mapping[int, str]] = dict,
         gpu_uuids: Sequence[str] = (),
     ) -> None:
@@ -130,6 +131,7 @@ class RoleProcess(SupervisorHooks):
             on_change: Called when the process's state changes.
             on_instance_exit: Called with the instance's id when a process has exited.
             others_are_leaving: True while another process is about to release accelerator memory.
+            others_begin_slicing: True while another process ends a piece without a time slice.
             worker_processes: Names of the worker's processes, by pid.
             gpu_uuids: UUIDs of the GPUs that the process may see; empty: its worker's GPU.
         """
@@ -143,6 +145,7 @@ class RoleProcess(SupervisorHooks):
         self._context, self._mesh = context, context.mesh
         self._leases, self._on_change, self._on_instance_exit = leases, on_change, on_instance_exit
         self._others_are_leaving, self._worker_processes = others_are_leaving, worker_processes
+        self._others_begin_slicing = others_begin_slicing
         self._exit_reports = ExitReportSender(self._mesh.state, self._mesh.clock)
         self._log_path = context.log_path(self.name)
         self._has_exit_error = False  # its last exit has an error as the reason
@@ -150,6 +153,7 @@ class RoleProcess(SupervisorHooks):
         self._timed_out_pid = 0  # pid of the process that was killed for it
         self.is_ready = False  # it has reported that it is ready
         self._reached: tuple[Tier, bool, int] | None = None  # tier, time-sliced, epoch
+        self._takes_slices = desired.instance.time_sliced  # as started, or as it has confirmed
         self._tier_task: asyncio.Task[None] | None = None
         self.is_moving = False  # the whole process changes its tier
         self._estimate: SliceBytes | None = None  # of its accelerator bytes; None: not yet
@@ -178,7 +182,14 @@ class RoleProcess(SupervisorHooks):
 
     @property
     def is_time_sliced(self) -> bool:
-        return self.desired.instance.time_sliced
+        """True if it should compute in time slices: one that should not ends when it is alone."""
+        ends_later = self._takes_slices and self._others_are_leaving()
+        return self.desired.instance.time_sliced or ends_later
+
+    @property
+    def begins_slicing(self) -> bool:
+        """True while it may compute without a time slice that others need."""
+        return self.is_ready and self.is_time_sliced and not self._takes_slices
 
     @property
     def can_stop(self) -> bool:
@@ -219,22 +230,7 @@ class RoleProcess(SupervisorHooks):
             self._context.budgets.check_start(self.name)
             await self._check_gpu_memory()
             self._enter_phase(InstancePhase.STARTING, "")
-            spec = ChildSpec(
-                self.name,
-                self.desired.build_argv(self._context.commands),
-                env={
-                    **ENVIRONMENT,
-                    **self._visible_gpus_env,
-                    WORKER_ENV: self._mesh.name,
-                    DEVICE_ENV: self._context.accelerator.partition(":")[0],
-                    ACCELERATOR_ENV: self._context.accelerator,
-                },
-                log=self._log_path,
-                restart="on_failure",
-                budget=RESTART_BUDGET,
-                niceness=NICE + self._mesh.settings.nice,
-            )
-            await self.supervisor.add(spec)
+            await self.supervisor.add(self._make_spec())
         except OverBudget as error:  # others are about to release some, or the planner errs
             self._is_down = True
             if self._others_are_leaving():
@@ -271,15 +267,37 @@ class RoleProcess(SupervisorHooks):
             )
             await self._report_exit(child_exit)
 
+    def _make_spec(self) -> ChildSpec:
+        """Make the command of the next process."""
+        self._takes_slices = self.is_time_sliced
+        instance = replace(self.desired.instance, time_sliced=self._takes_slices)
+        return ChildSpec(
+            self.name,
+            replace(self.desired, instance=instance).build_argv(self._context.commands),
+            env={
+                **ENVIRONMENT,
+                **self._visible_gpus_env,
+                WORKER_ENV: self._mesh.name,
+                DEVICE_ENV: self._context.accelerator.partition(":")[0],
+                ACCELERATOR_ENV: self._context.accelerator,
+            },
+            log=self._log_path,
+            restart="on_failure",
+            budget=RESTART_BUDGET,
+            niceness=NICE + self._mesh.settings.nice,
+        )
+
     async def _reserve_room(self) -> bool:
         """Reserve room beside the instances with which the process shares the accelerator.
 
         Return False while these leave it. Raises the errors of `AcceleratorRoom.reserve`.
         """
         instance, context = self.desired.instance, self._context
-        is_shared = instance.time_sliced and instance.tier == Tier.ACCELERATOR
+        is_shared = self.is_time_sliced and instance.tier == Tier.ACCELERATOR
         if not is_shared or not context.room.is_limited:
             return True
+        if self._others_begin_slicing():
+            return False
         peak_bytes = context.budgets.get_peak_accelerator_bytes(self.name)
         if self._estimate is None:
             self._estimate = await context.gpu_memory.estimate_bytes(instance)
@@ -365,7 +383,7 @@ class RoleProcess(SupervisorHooks):
     def _target(self) -> tuple[Tier, bool, int]:
         """Desired tier, time slicing and epoch."""
         instance = self.desired.instance
-        return instance.tier, instance.time_sliced, instance.epoch
+        return instance.tier, self.is_time_sliced, instance.epoch
 
     async def _set_tier(self) -> None:
         """Send the desired tier to the process, and notify the worker of the result."""
@@ -388,7 +406,7 @@ class RoleProcess(SupervisorHooks):
             self.is_moving = tier != self.tier
             answer = await self._mesh.ref(self.name).call(RoleControl.set_tier, request)
             usage = TierBytes(answer.accelerator_bytes, answer.memory_bytes, answer.disk_bytes)
-            self.tier, self._reached = tier, target
+            self.tier, self._reached, self._takes_slices = tier, target, time_sliced
             self._failing_since = None
             budgets.record_usage(self.name, usage, can_move=time_sliced)
             self._enter_phase(InstancePhase.READY, "")
@@ -492,7 +510,8 @@ class RoleProcess(SupervisorHooks):
                 await self._report_exit(
                     replace(child_exit, failure=STARTUP_TIMEOUT) if has_timed_out else child_exit
                 )
-                await self._wait_for_room()  # its supervisor starts it again
+                await self._wait_for_room()
+                self.supervisor.replace_spec(self._make_spec())  # and starts it again
 
     async def _delete_unrecorded_copies(self) -> None:
         """Delete the copies of kinds of which no record exists: no later process can use them."""

@@ -145,12 +145,17 @@ class ProcessSlot:
             self._wakeup.set,
             owner.on_instance_exit,
             self._others_are_leaving,
+            self._others_begin_slicing,
             get_worker_processes,
         )
         return RoleProcess(self._context, desired, *hooks, gpu_uuids)
 
     def _others_are_leaving(self) -> bool:
         return any(other.is_leaving for other in self._owner.slots if other is not self)
+
+    def _others_begin_slicing(self) -> bool:
+        processes = (other.process for other in self._owner.slots if other is not self)
+        return any(process.begins_slicing for process in processes if process is not None)
 
     def _must_stop(
         self, process: RoleProcess | AcceleratorReservation, desired: DesiredRole | None

@@ -23,6 +23,7 @@ from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.placement import build_parser
 from meshrl.common.state.pool.workers.rows import Instance, InstancePhase, Role, Tier, TierBytes
 from meshrl.common.state.redis.keys import PLANNER_ELECTION
+from meshrl.services.node.instances.accelerator_room import UncountedRoom
 from meshrl.services.node.instances.role_process import (
     RESTART_AFTER_SUCCESS_S,
     SET_TIER_ERROR_TOLERANCE_S,
@@ -59,17 +60,26 @@ class Process(KindCallsMixin):
         self.kinds = KindController(mesh, {}, partial(mesh.host.run_blocking, deadline_s=60.0))
         self.wrong: dict[str, Exception] = {}  # by tier
         self.requests: list[str] = []
+        self.slicing: list[bool] = []
+        self.has_ended_piece = asyncio.Event()
+        self.has_ended_piece.set()
 
     @call(RoleControl.drain)
     async def drain(self, reason: str) -> None:
         await asyncio.sleep(DRAINS_S)
 
     @call(RoleControl.set_tier)
-    def settle(self, m: SetTier) -> TierUsage:
+    async def settle(self, m: SetTier) -> TierUsage:
         self.requests.append(m.tier)
+        self.slicing.append(m.time_sliced)
+        await self.has_ended_piece.wait()
         if m.tier in self.wrong:
             raise self.wrong[m.tier]
         return TierUsage(*(BYTES if m.tier == tier else 0 for tier in list(Tier)[:3]))
+
+
+class CountedRoom(UncountedRoom):
+    is_limited = True
 
 
 class OneHost(SimulatedHost):
@@ -94,6 +104,8 @@ class World:
         self.worker = self.mesh("worker/w0", self.host)
         about = make_context(self.worker, root)
         about.budgets.limits = TierBytes(accelerator=BYTES)
+        self.starts: list[tuple[str, bool]] = []  # name, time-sliced
+        about = replace(about, room=CountedRoom())
         self.instances = WorkerInstances(about, lambda: None, lambda instance: None)
 
     def mesh(self, name: str, host: SimulatedHost) -> Mesh:
@@ -116,6 +128,7 @@ class World:
         async def run(arguments: list[str], channel: SimulatedChannel) -> None:
             seat = build_parser("").parse_args(arguments)
             name = f"{'engine' if kind == 'engine' else 'hybrid'}/{seat.instance}"
+            self.starts.append((name, seat.time_sliced))
             host = OneHost(self.clock, self.random)
             host.pid = max(pid for pid, c in self.host.children.items() if c.name == name)
             mesh = self.mesh(name, host)
@@ -181,6 +194,42 @@ async def test_arriving_instance_fails_if_none_leaves(world: World) -> None:
     await world.until(ENGINE, InstancePhase.READY, 30.0)
     world.set_desired_state(ENGINE, HYBRID)
     await world.until(HYBRID, InstancePhase.FAILED, 1.0)
+
+
+@story_on(in_world, "tmp_path")
+async def test_arriving_instance_waits_for_the_end_of_a_piece_without_a_slice(
+    world: World,
+) -> None:
+    world.instances.context.budgets.limits = TierBytes(accelerator=2 * BYTES)
+    world.set_desired_state(ENGINE)
+    await world.until(ENGINE, InstancePhase.READY, 30.0)
+    world.process.has_ended_piece.clear()
+    sliced, guest = replace(ENGINE, time_sliced=True, epoch=2), replace(HYBRID, time_sliced=True)
+    world.set_desired_state(sliced, guest)
+    await world.clock.sleep(10.0)
+    assert world.process.slicing == [False, True]  # requested, and not confirmed
+    assert world.starts == [("engine/g0.0", False)]
+    world.process.has_ended_piece.set()
+    await world.until(guest, InstancePhase.READY, 30.0)
+    assert world.starts[1:] == [("hybrid/g0.1", True)]
+
+
+@story_on(in_world, "tmp_path")
+async def test_instance_takes_time_slices_until_the_others_have_left(world: World) -> None:
+    world.instances.context.budgets.limits = TierBytes(accelerator=2 * BYTES)
+    world.set_desired_state(replace(ENGINE, time_sliced=True), replace(HYBRID, time_sliced=True))
+    await world.until(ENGINE, InstancePhase.READY, 30.0)
+    await world.until(HYBRID, InstancePhase.READY, 30.0)
+    world.set_desired_state(replace(ENGINE, epoch=2))
+    await world.clock.sleep(DRAINS_S / 2)
+    assert world.process.slicing == [True, True, True]
+    await world.instances.kill("g0.0", 1, "it restarts beside the leaving one")
+    await world.clock.sleep(30.0)
+    assert world.starts[2:] == [("engine/g0.0", True)]
+    assert world.process.slicing[-1] is False
+    await world.instances.kill("g0.0", 1, "it restarts alone")
+    await world.clock.sleep(30.0)
+    assert world.starts[3:] == [("engine/g0.0", False)]
 
 
 @story_on(in_world, "tmp_path")

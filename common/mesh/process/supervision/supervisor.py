@@ -216,6 +216,10 @@ class Supervisor:
                 running.watcher.cancel()
         self._children.clear()
 
+    def replace_spec(self, spec: ChildSpec) -> None:
+        """Replace the command of a child from its next restart on."""
+        self._children[spec.name].spec = spec
+
     def _spawn(self, spec: ChildSpec) -> ChildProcess:
         return self._host.spawn(
             spec.argv,
