@@ -17,10 +17,11 @@ from meshrl.common.base.encoding.messages import (
 from meshrl.common.base.errors import BadMessage
 
 WIRE_VERSION = 1
-CALL, REPLY, ERROR, ITEM, END, CREDIT, CANCEL, CAST = range(1, 9)
+CALL, REPLY, ERROR, ITEM, END, CREDIT, CANCEL, CAST, PROBE = range(1, 10)
 # version, kind, id, actor, method, sender, target, number, traceparent. `sender` and `target` are
 # incarnations. `number` is the remaining deadline of a CALL in ms (0: none), the position of an
 # ITEM or END in its stream, and in a CREDIT the number of items that the consumer has taken.
+# A caller sends a PROBE of a long call; the callee returns it if it does not run that call.
 _HEADER_TYPES = (int, int, int, str, str, str, str, int, str)
 _pack: Callable[[Any], bytes] = msgpack.Packer(autoreset=True).pack
 _unpack: Callable[..., Any] = msgpack.unpackb

@@ -9,14 +9,11 @@ import pytest
 from tests.mesh.simulated.sharing.runner import run_seed
 
 SEEDS = 100
-# A lost answer to a request of a time slice blocks the gang until SLICE_WAIT_TIMEOUT_S.
-OPEN = pytest.mark.xfail(strict=True, reason="known defects of shared gangs")
-CASES = [pytest.param(n, marks=OPEN) if n in (25, 41) else n for n in range(SEEDS)]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.rotating(SEEDS)  # one a day
-@pytest.mark.parametrize("seed", CASES)
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_jobs_on_one_gang_keep_the_invariants_under_random_faults(seed: int) -> None:
     outcome = run_seed(seed)
     assert not outcome.violations, f"{outcome.violations}; again: {outcome.replay_command}"

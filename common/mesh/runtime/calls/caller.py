@@ -19,7 +19,11 @@ from meshrl.common.base.errors import (
     PeerLost,
     WrongKeys,
 )
-from meshrl.common.mesh.runtime.calls.deadline_timer import NEVER, DeadlineTimer
+from meshrl.common.mesh.runtime.calls.deadline_timer import (
+    NEVER,
+    PROBE_INTERVAL_S,
+    DeadlineTimer,
+)
 from meshrl.common.mesh.runtime.calls.directory import Route
 from meshrl.common.mesh.runtime.calls.pending_calls import (
     IncomingStream,
@@ -40,6 +44,7 @@ from meshrl.common.mesh.wire.frames import (
     END,
     ERROR,
     ITEM,
+    PROBE,
     REPLY,
     check_sizes,
     pack_header,
@@ -50,6 +55,7 @@ _ANSWER_KINDS = (REPLY, ERROR)
 # Calls in progress per peer: a quarter of the high-water mark, so that no reply is parked for
 # long.
 CREDITS_PER_PEER = 256
+LONG_CALL_S = 10.0  # a longer call is probed, if it is idempotent
 # Seconds without a frame until a producer counts as lost: it probes its consumer every 5 s.
 STREAM_SILENCE_S = 30.0
 # The registry lists a process for the 6 s of a lease after its key or host was revoked, or another
@@ -121,6 +127,9 @@ class Caller:
         row.is_sent = True
         link.in_flight += 1
         link.last_used_at = now
+        if row.method.idempotent and row.deadline - now > LONG_CALL_S:
+            row.probe_at = now + PROBE_INTERVAL_S
+            self._deadline_timer.schedule(row.probe_at)
         remaining_ms = max(int((row.deadline - now) * 1000), 1)
         row.frames[0] = self._pack_call_header(
             CALL, row.call_id, row.route, row.method, remaining_ms
@@ -244,7 +253,7 @@ class Caller:
         if kind == CREDIT:  # a producer probes a closed stream
             self._telemetry.count("probes_of_closed_streams")
             return
-        row = self._remove_call(call_id) if kind in _ANSWER_KINDS else None
+        row = self._remove_call(call_id) if kind in (*_ANSWER_KINDS, PROBE) else None
         if row is None:
             self._telemetry.count("late_frames")
             return
@@ -252,6 +261,11 @@ class Caller:
             return
         if kind == REPLY:
             row.future.set_result(frames)
+            return
+        if kind == PROBE:
+            self._telemetry.count("lost_messages")
+            why = "the request or its answer was lost in transit"
+            row.fail(PeerLost(f"{row.method.label}: {why}", where=row.route.actor))
             return
         row.is_answered = True
         row.may_have_run = header[7] == 0
@@ -320,7 +334,10 @@ class Caller:
         soonest = NEVER
         for row in list(self._calls.values()):
             if row.deadline > now:
-                soonest = min(soonest, row.deadline)
+                if row.probe_at <= now:
+                    row.probe_at = now + PROBE_INTERVAL_S
+                    self._send_control(PROBE, row.peer.address, row.call_id, row.route)
+                soonest = min(soonest, row.deadline, row.probe_at)
                 continue
             self.cancel(row)
             row.fail(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 NEVER = float("inf")
 RESOLUTION_S = 0.01  # closer deadlines share one check
+PROBE_INTERVAL_S = 5.0  # between two probes of a long call, or of a stream's consumer
 
 
 class DeadlineTimer:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from meshrl.common.api.calls.interface import Method, Stream
+from meshrl.common.api.calls.interface import Call, Method, Stream
 from meshrl.common.base.encoding.messages import Frame, decode
 from meshrl.common.base.errors import BadMessage, MeshError, PeerLost, from_wire
 from meshrl.common.mesh.runtime.calls.deadline_timer import NEVER
@@ -37,13 +37,14 @@ class PendingCall:
 
     call_id: int
     route: Route
-    method: Method[Any]
+    method: Call[Any, Any]
     frames: list[Frame]
     future: asyncio.Future[Sequence[Frame]]
     peer: PeerCalls
     started_at: float
     deadline: float
     is_sent: bool = False
+    probe_at: float = NEVER  # when to probe whether the callee still runs it
     may_have_run: bool = True  # False once it is known that the method did not run
     is_answered: bool = False  # True for an error that the peer itself reported
 

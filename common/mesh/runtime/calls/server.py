@@ -26,7 +26,11 @@ from meshrl.common.base.errors import (
     to_wire,
 )
 from meshrl.common.mesh.runtime.calls.actor import BoundMethod
-from meshrl.common.mesh.runtime.calls.deadline_timer import NEVER, DeadlineTimer
+from meshrl.common.mesh.runtime.calls.deadline_timer import (
+    NEVER,
+    PROBE_INTERVAL_S,
+    DeadlineTimer,
+)
 from meshrl.common.mesh.telemetry.logs import Telemetry
 from meshrl.common.mesh.telemetry.tracing import CallScope, adopt_trace, current_call
 from meshrl.common.mesh.transport.base import Peer, Transport
@@ -38,6 +42,7 @@ from meshrl.common.mesh.wire.frames import (
     END,
     ERROR,
     ITEM,
+    PROBE,
     REPLY,
     check_sizes,
     pack_error,
@@ -53,7 +58,6 @@ MAX_RUNNING = 10_000
 MAX_RUNNING_PER_PEER = 4_096
 MAX_EARLY_REQUESTS = 1_000  # requests that may wait while an actor starts
 STOP_TIMEOUT_S = 2.0  # seconds for running calls when a process leaves
-PROBE_INTERVAL_S = 5.0  # seconds between two probes of a stream's consumer
 MAX_UNANSWERED_PROBES = 12
 # Per sender, to reject repetitions: 16 times the calls that its credits allow.
 REMEMBERED_IDS = 4096
@@ -154,7 +158,10 @@ class RequestServer:
                     self._send_error(peer, call_id, header[5], error, ran=False)
             return
         running = self._running.get((peer, call_id))
-        if running is None:
+        if kind == PROBE:
+            if running is None and not self._is_early(peer, call_id):
+                self._send_control(PROBE, peer, call_id, header[5])
+        elif running is None:
             self._telemetry.count("late_frames")
             if kind == CANCEL and self._early_requests:
                 self._early_requests = [
@@ -214,6 +221,9 @@ class RequestServer:
                 self._answer(peer, call_id, sender, entry, reply)
         except Exception as error:
             self._report_exception(peer, call_id, sender, entry, error, kind == CALL)
+
+    def _is_early(self, peer: Peer, call_id: int) -> bool:
+        return any((early[0], early[1][2]) == (peer, call_id) for early in self._early_requests)
 
     def _log_rejection(self, role: str, actor: str, name: str) -> None:
         now = self._clock.monotonic()
@@ -376,9 +386,14 @@ class RequestServer:
         if running.unanswered_probes > MAX_UNANSWERED_PROBES:
             running.cancel(None)
             return
+        self._send_control(CREDIT, *running.key, running.sender, running.sent_count)
+
+    def _send_control(
+        self, kind: int, peer: Peer, call_id: int, sender: str, number: int = 0
+    ) -> None:
         try:
-            probe = self._header(CREDIT, running.key[1], running.sender, running.sent_count)
-            self._transport.reply(running.key[0], (probe, b"\xc0"))
+            header = self._header(kind, call_id, sender, number)
+            self._transport.reply(peer, (header, b"\xc0"))
         except MeshError:
             self._telemetry.count("control_dropped")
 

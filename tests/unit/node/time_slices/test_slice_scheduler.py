@@ -17,6 +17,7 @@ from meshrl.common.base.errors import DeadlineExceeded, Refused
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.instances.time_slices import SliceClient, UsedSlice
 from meshrl.common.mesh.runtime.calls.actor import call
+from meshrl.common.mesh.runtime.calls.deadline_timer import PROBE_INTERVAL_S
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.state.pool.demand.profiles import FunctionProfile, TimeStatistics
@@ -114,6 +115,31 @@ def on_stage(story: Callable[[Stage], Awaitable[None]]) -> None:
         await story(Stage(clock, random))
 
     run_virtual(main, limit_s=7200.0)
+
+
+@pytest.mark.parametrize("lost", ["request", "answer"])
+@virtual_test(limit_s=7200.0)
+async def test_lost_message_delays_a_slice_by_seconds(
+    clock: VirtualClock, random: Random, lost: str
+) -> None:
+    stage = Stage(clock, random)
+    worker, scheduler = await stage.workers()
+    (_, a), (mesh, b) = [await stage.join_instance(i) for i in range(2)]
+    await stage.compute("b", b, 0.1)
+    ends = mesh.transport.address, worker.transport.address
+    ticket = await a.acquire_slice("generate")
+    if lost == "request":
+        stage.network.partition(*ends)
+    waiting = asyncio.create_task(stage.compute("b", b, 0.1))
+    await clock.sleep(1.0)
+    stage.network.partition(*ends)
+    a.release_slice(ticket, "generate", 1.0)
+    await clock.sleep(1.0)
+    stage.network.heal(*ends)
+    async with clock.timeout(2 * PROBE_INTERVAL_S, "the slice whose message was lost"):
+        await waiting
+    await clock.sleep(1.0)
+    assert (scheduler.granted_count, scheduler.stats().slice_holders, stage.kills) == (3, [], [])
 
 
 @story_on(on_stage)

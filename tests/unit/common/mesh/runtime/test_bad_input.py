@@ -20,6 +20,7 @@ from meshrl.common.mesh.wire.frames import (
     END,
     ERROR,
     ITEM,
+    PROBE,
     REPLY,
     pack_header,
     unpack_error,
@@ -184,6 +185,21 @@ async def test_unrequested_answers_are_ignored(join: Join) -> None:
         peer.send([pack_header(kind, 1, "a", "", "s", mesh.incarnation), b"\xc0"])
     peer.send([_echo(mesh, 2), encode(Text("x"))[0]])
     assert len(await peer.answer()) == 2
+    peer.close()
+
+
+async def test_probe_is_returned_unless_its_call_runs_or_waits(join: Join) -> None:
+    actor = Talker()
+    mesh = await join("a", actor)
+    peer = RawPeer(mesh)
+    peer.send([_echo(mesh, 1, "sleep"), encode(Number(30))[0]])
+    mesh._server._is_open = False  # as while its actor starts
+    peer.send([_echo(mesh, 2), encode(Text(""))[0]])
+    for call_id in (1, 2, 3):
+        peer.send([pack_header(PROBE, call_id, "a", "", "s", mesh.incarnation), b"\xc0"])
+    assert unpack_header((await peer.answer())[0])[1:3] == (PROBE, 3)
+    mesh._server.open()
+    assert unpack_header((await peer.answer())[0])[1:3] == (REPLY, 2)
     peer.close()
 
 
