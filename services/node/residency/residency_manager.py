@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 from meshrl.common.api.node import (
@@ -120,21 +121,24 @@ class ResidencyManager:
         if not self.is_limited or (not order.prefetch and self._is_resident(order)):
             return self._complete(order, [])
         key = order.ticket, order.prefetch
-        current = self._orders.get(key)
+        current = self._find_order(key)
         while current is not None and current.task is not None and current.task.cancelling():
             await asyncio.wait([current.task])  # it ends at the next chunk; then the order is new
-            current = self._orders.get(key)
+            current = self._find_order(key)
         if current is None:
             for other in self._orders.values():
                 other.is_preempted |= order.prefetch and other.request.prefetch
             current = self._orders[key] = _Order(order)
             current.task = asyncio.create_task(self._run(current), name=f"prepare {order.instance}")
-            current.task.add_done_callback(consume_exception)
+            current.task.add_done_callback(partial(self._end_order, current))
         assert current.task is not None
         current.waiter_count += 1
         try:
             return await asyncio.shield(current.task)
         except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if current.is_preempted and caller is not None and not caller.cancelling():
+                return ResidencyReport(False, [], 0)  # before it began
             if current.waiter_count == 1:
                 await _cancel(current.task)
             raise
@@ -231,6 +235,17 @@ class ResidencyManager:
         self._rooms.note_claim(desired.name)
 
     # -- orders ----------------------------------------------------------------------------------
+
+    def _find_order(self, key: tuple[str, bool]) -> _Order | None:
+        order = self._orders.get(key)
+        return None if order is None or order.task is None or order.task.done() else order
+
+    def _end_order(self, order: _Order, task: asyncio.Task[ResidencyReport]) -> None:
+        """Remove an order that was cancelled before it began."""
+        consume_exception(task)
+        key = order.request.ticket, order.request.prefetch
+        if self._orders.get(key) is order:
+            del self._orders[key]
 
     async def _run(self, order: _Order) -> ResidencyReport:
         request = order.request

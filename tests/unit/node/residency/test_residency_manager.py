@@ -130,6 +130,20 @@ async def test_order_cancels_the_prefetch_of_another_instance_between_chunks(wor
 
 
 @in_world(BUDGET)
+async def test_prefetch_cancelled_before_it_begins_is_made_again(world: World) -> None:
+    for instance in "abc":
+        await (world.start if instance == "a" else world.start_offloaded)(instance)
+    await world.prepare("a")
+    prefetch = world.order("b", computing=["a"], prefetch=True)
+    order = asyncio.create_task(world.prepare("c"))
+    ahead = asyncio.create_task(world.residency.prepare(prefetch))
+    assert not (await ahead).moves
+    await order
+    await world.prepare("a")
+    assert (await world.residency.prepare(prefetch)).moves
+
+
+@in_world(BUDGET)
 async def test_order_awaits_the_prefetch_of_its_own_instance(world: World) -> None:
     await world.start("a")
     b = await world.start_offloaded("b")
