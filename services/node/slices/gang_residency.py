@@ -66,9 +66,19 @@ class GangResidency:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def is_resident(self, ranks: Collection[int]) -> bool:
-        """Return True if all instances are known to be fully resident on the workers of ranks."""
+        """Return True if all is fully resident on the workers of ranks, as last known."""
         states = self._list_states(ranks)
         return all(state is not None and is_fully_resident(state) for state in states)
+
+    def needs_no_order(self, ranks: Collection[int]) -> bool:
+        """Return True if slices on these ranks need no moves.
+
+        Another worker with a budget decides itself: a process that started there may have moved the
+        kinds of others since its state was read.
+        """
+        others = [self._cached.get(w) for w in self._list_workers(ranks) if w != self._worker]
+        is_unlimited = all(state is not None and not state.accelerator_budget for state in others)
+        return is_unlimited and self.is_resident(ranks)
 
     def estimate_switch_s(self, request: SliceRequest) -> float:
         """Return the expected seconds of the moves before a slice; unknown states count as 0."""
@@ -87,7 +97,7 @@ class GangResidency:
         try:
             unknown = set(self._list_workers(request.ranks)) - {self._worker, *self._cached}
             await run_all(self._read_state(worker) for worker in sorted(unknown))
-            if self.is_resident(request.ranks):
+            if self.needs_no_order(request.ranks):
                 return []
             limit_s = PREPARE_FLOOR_S + PREPARE_FACTOR * self.estimate_switch_s(request)
             order = _build_order(request, request.ticket, computing, expected, prefetch=False)

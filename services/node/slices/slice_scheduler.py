@@ -272,7 +272,7 @@ class SliceScheduler:
         for chosen in self._queue.choose_waiting(self._mesh.clock.monotonic()):
             request = chosen.request
             # A process that loads may start on a worker whose residency is not known yet.
-            if request.function != "load" and self._residency.is_resident(request.ranks):
+            if request.function != "load" and self._residency.needs_no_order(request.ranks):
                 self._begin(request, [])
             else:
                 self._preparations[request.ticket] = asyncio.create_task(

@@ -150,17 +150,19 @@ async def test_slice_begins_when_all_workers_have_the_tensors(stage: Stage) -> N
 
 
 @story_on(on_stage)
-async def test_fully_resident_gang_is_granted_without_orders(stage: Stage) -> None:
+async def test_only_another_worker_is_asked_about_a_fully_resident_instance(stage: Stage) -> None:
     first, second = tight(stage)
     for residency in (first, second):
         residency.budget = 10 * SIZE
         residency.bytes = dict.fromkeys(residency.bytes, SIZE)
     await stage.workers()
     (mesh, core), (_, engine) = [await stage.join_instance(i) for i in (1, 0)]
-    await stage.compute("core", core, 0.1, times=5)
     await stage.compute("engine", engine, 0.1, times=5)
     assert first.orders == second.orders == []
-    assert all(one.chosen_s == one.granted_s for one in (await explain(mesh)).slices[1:])
+    await stage.compute("core", core, 0.1, times=5)
+    # a process that started there may have moved the kinds of others since its state was read
+    assert [order.instance for order in second.orders if not order.prefetch] == [CORE] * 5
+    assert all(one.granted_s - one.chosen_s < 0.1 for one in (await explain(mesh)).slices[1:])
 
 
 @pytest.mark.parametrize(
