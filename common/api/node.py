@@ -60,6 +60,8 @@ class AcquireSlice:
     kinds: list[str]
     # True: the first piece of the function in this process, which may compile kernels for minutes
     is_first: bool = False
+    # True: from a worker, to start the first rank's process; no process of that rank runs
+    starts_process: bool = False
 
 
 @message

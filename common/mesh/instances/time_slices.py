@@ -48,11 +48,19 @@ class SliceClient:
     """Time slices of one instance: one at a time, whichever function requests it."""
 
     def __init__(
-        self, mesh: Mesh, scheduler: str, instance: str, generation: int, *, enabled: bool = False
+        self,
+        mesh: Mesh,
+        scheduler: str,
+        instance: str,
+        generation: int,
+        *,
+        enabled: bool = False,
+        starts_process: bool = False,
     ) -> None:
         """Create a client. `scheduler` is the process of the gang's first worker; it may be ""
-        until enabled.
+        until enabled. See `AcquireSlice` for `starts_process`.
         """
+        self._starts_process = starts_process
         self._mesh, self._scheduler = mesh, scheduler
         self._instance, self._generation = instance, generation
         self.is_enabled = enabled  # see `set_enabled`
@@ -190,6 +198,7 @@ class SliceClient:
             estimate_s=max(estimate_s, self.estimate_s(function)),
             kinds=list(kinds),
             is_first=function not in self._longest_s,
+            starts_process=self._starts_process,
         )
         try:
             granted = await self._call_scheduler(Worker.acquire_slice, request)

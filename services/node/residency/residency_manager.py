@@ -208,6 +208,12 @@ class ResidencyManager:
                 return False
         return True
 
+    def has_process(self, desired: DesiredRole) -> bool:
+        """Return True if the process runs; see `RoomMaker`."""
+        instance = desired.instance
+        process = self._table.find_process(instance.id, instance.generation)
+        return process is not None and bool(process.pid)
+
     async def make_room(self, desired: DesiredRole, size_bytes: int) -> None:
         """Move kinds of other instances away; see `RoomMaker`."""
         async with self._lock:

@@ -41,6 +41,9 @@ class RoomMaker(Protocol):
         Raises GpuMemoryFull or StorageFull if even that would not suffice.
         """
 
+    def has_process(self, desired: DesiredRole) -> bool:
+        """Return True if the process runs."""
+
     async def make_room(self, desired: DesiredRole, size_bytes: int) -> None:
         """Move kinds of other instances away, none of which computes, and claim the room."""
 
@@ -148,7 +151,14 @@ class StartRooms:
             if await self._maker.claim_free_room(desired, request.size_bytes):
                 return
         instance, scheduler = desired.instance, desired.slice_scheduler
-        client = SliceClient(self._mesh, scheduler, instance.id, instance.generation, enabled=True)
+        client = SliceClient(
+            self._mesh,
+            scheduler,
+            instance.id,
+            instance.generation,
+            enabled=True,
+            starts_process=not desired.rank_index and not self._maker.has_process(desired),
+        )
         try:
             async with client.time_slice("load"):
                 await self._maker.make_room(desired, request.size_bytes)

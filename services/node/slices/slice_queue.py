@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 
 from meshrl.common.api.node import KindUse
@@ -237,14 +237,17 @@ class SliceQueue:
             self._record_use(grant, now)
         return self._drop(ticket)
 
-    def drop_instance(self, instance: str) -> list[SliceGrant]:
+    def drop_instance(self, instance: str, others: Container[str] = ()) -> list[SliceGrant]:
         """Drop the requests and slices of an instance whose process has exited.
 
+        Those of `others`, the processes of workers, stay: a worker makes room for the next start.
         Slices on several ranks stay, marked as being killed: the other ranks may still compute.
         Return each of these once.
         """
         remaining = []
         for request in self.list_requests(instance):
+            if request.process in others:
+                continue
             grant = self._grants.get(request.ticket)
             if grant is None or len(request.ranks) == 1:
                 self._drop(request.ticket)

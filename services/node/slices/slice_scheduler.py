@@ -127,9 +127,14 @@ class SliceScheduler:
         A slice on several ranks ends when the processes of the others are dead: they may still
         compute, and without this one their work is lost.
         """
-        for grant in self._queue.drop_instance(instance):
-            why = f"its process on {self._worker} has exited within their time slice"
+        workers = self._gang.workers if self._gang is not None else ()
+        for grant in self._queue.drop_instance(instance, [worker_name(one) for one in workers]):
+            why = "the process of their first rank has exited within their time slice"
             self._run(self._kill_other_ranks(grant, why), f"kill {instance}")
+        for (owner, incarnation, number), future in self._pending_grants.items():
+            is_queued = self._queue.has(_format_ticket(owner, incarnation, number))
+            if owner == instance and not is_queued and not future.done():
+                future.set_exception(self._superseded_error())
         self._grant_waiting("lost")
 
     async def acquire(self, request: AcquireSlice) -> TimeSlice:
@@ -146,6 +151,8 @@ class SliceScheduler:
         clock = self._mesh.clock
         key = (request.instance, request.incarnation, request.ticket)
         slice_request = self._build_request(request)
+        if request.starts_process:  # only exits on this worker are reported to its scheduler
+            self.release_instance(request.instance)
         self._queue.enqueue(slice_request, clock.monotonic())
         earlier_future = self._pending_grants.get(key)
         if earlier_future is not None and not earlier_future.done():
@@ -162,7 +169,7 @@ class SliceScheduler:
                 grant = await future
         except asyncio.CancelledError:
             if self._pending_grants.get(key) is future:
-                self._queue.release(_ticket_of_request(request), clock.monotonic())
+                self._queue.release(slice_request.ticket, clock.monotonic())
                 self._grant_waiting()
             raise
         finally:
@@ -241,7 +248,7 @@ class SliceScheduler:
         for instance in instances:
             if (instance.id, instance.generation) == (request.instance, request.generation):
                 return SliceRequest(
-                    _ticket_of_request(request),
+                    _format_ticket(request.instance, request.incarnation, request.ticket),
                     instance.id,
                     instance.generation,
                     request.incarnation,
@@ -444,5 +451,5 @@ def _key_of(request: SliceRequest) -> tuple[str, str, int]:
     return request.instance, request.incarnation, request.sequence_number
 
 
-def _ticket_of_request(request: AcquireSlice) -> str:
-    return f"{request.instance}/{request.incarnation}/{request.ticket}"
+def _format_ticket(instance: str, incarnation: str, number: int) -> str:
+    return f"{instance}/{incarnation}/{number}"

@@ -215,9 +215,13 @@ class Role(StatelessSleeper, KindCallsMixin):
         changed: Sequence[str],
         lasts_s: float,
         work: Callable[[Any], None],
-    ) -> None:
-        """Compute a piece on all ranks in one time slice."""
-        piece = partial(self.run_on_ranks, kinds, changed, lasts_s, work)
+        group: Sequence[VirtualProcess] = (),
+    ) -> bool:
+        """Compute a piece on all ranks in one time slice.
+
+        Return False without it if the ranks are no longer those of `group`; none: any.
+        """
+        piece = partial(self.run_on_ranks, kinds, changed, lasts_s, work, group)
         while True:
             await self.awake.wait()
             async with self._piece:
@@ -231,14 +235,18 @@ class Role(StatelessSleeper, KindCallsMixin):
         changed: Sequence[str],
         lasts_s: float,
         work: Callable[[Any], None],
-    ) -> None:
+        group: Sequence[VirtualProcess],
+    ) -> bool:
         self.phase = "granted"
         await self.mesh.clock.sleep(0.05)
         self.phase = "computing"
         try:
+            ranks = self.find_ranks()
+            if group and [one.process for one in ranks] != group:
+                return False
             loop = asyncio.get_running_loop()
             ends: list[Any] = []
-            for rank in self.find_ranks():
+            for rank in ranks:
                 context = rank.process.context.copy()
                 own = rank.run_piece(kinds, changed, lasts_s, work)
                 exits = rank.process.exited.wait()
@@ -252,6 +260,7 @@ class Role(StatelessSleeper, KindCallsMixin):
                     task.cancel()
                 for task in done:
                     task.result()
+            return True
         finally:
             self.phase = ""
 
@@ -344,10 +353,10 @@ class Core(Role):
             *[("forward_backward", (P, G), (G,), add_gradient)] * ROUNDS,
             ("optim_step", (), (P, G, OPT), update),
         ]:
-            if [one.process for one in self.find_ranks()] != group:
-                return
             function, kinds, changed, work = piece
-            await self.compute(function, kinds, changed, self.random.uniform(0.2, 0.9), work)
+            lasts_s = self.random.uniform(0.2, 0.9)
+            if not await self.compute(function, kinds, changed, lasts_s, work, group):
+                return
         references = steps.VersionReferences(f"m{step}", f"c{step}")
         commit = steps.StepCommit(step, leased, (), references, {}, {}, step - 1)
         fence = mesh.state, job, mesh.name, mesh.token, 0

@@ -227,6 +227,37 @@ async def test_slice_of_an_exited_first_rank_is_free_when_the_other_ranks_are_de
 
 
 @story_on(on_stage)
+async def test_start_on_another_worker_frees_the_slice_of_the_process_before(stage: Stage) -> None:
+    await stage.workers()
+    died, engine = await stage.join_instance(2)
+    await engine.acquire_slice("generate")
+    await died.leave()
+    starter = stage.mesh("starter")
+    start = SliceClient(starter, "worker/w0", "g0.2", 1, enabled=True, starts_process=True)
+    began_s = stage.clock.monotonic()
+    await stage.compute("start", start, 0.2)
+    assert stage.clock.monotonic() < began_s + 1.0
+
+
+@story_on(on_stage)
+async def test_exit_of_a_process_keeps_a_workers_request_and_fails_its_own(stage: Stage) -> None:
+    mesh, scheduler = await stage.workers()
+    (_, other), (engine, _) = [await stage.join_instance(i) for i in (1, 0)]
+    ticket = await other.acquire_slice("train_step")
+    start = SliceClient(mesh, "worker/w0", "g0.0", 1, enabled=True)
+    starting = asyncio.create_task(stage.compute("start", start, 0.2))
+    request = AcquireSlice("g0.0", 1, engine.name, engine.incarnation, 1, "generate", 0.0, [])
+    waiting = asyncio.create_task(engine.ref("worker/w0").call(Worker.acquire_slice, request))
+    await stage.clock.sleep(1.0)
+    scheduler.release_instance("g0.0")
+    with pytest.raises(ServiceUnavailable):
+        await waiting
+    other.release_slice(ticket, "train_step", 1.0)
+    async with stage.clock.timeout(2.0, "the slice of the worker"):
+        await starting
+
+
+@story_on(on_stage)
 async def test_holder_that_survives_its_kill_keeps_its_slice_and_is_killed_again(
     stage: Stage,
 ) -> None:
