@@ -512,6 +512,10 @@ class RoleProcess(SupervisorHooks):
                 )
                 await self._wait_for_room()
                 self.supervisor.replace_spec(self._make_spec())  # and starts it again
+        elif not child_exit.is_requested:  # while it is drained: no room is reserved for another
+            self._is_down = True
+            with suppress(NotFound):
+                await self.supervisor.remove(self.name, 0.0)
 
     async def _delete_unrecorded_copies(self) -> None:
         """Delete the copies of kinds of which no record exists: no later process can use them."""

@@ -233,6 +233,18 @@ async def test_instance_takes_time_slices_until_the_others_have_left(world: Worl
 
 
 @story_on(in_world, "tmp_path")
+async def test_process_that_exits_while_it_is_drained_is_not_restarted(world: World) -> None:
+    world.set_desired_state(ENGINE)
+    await world.until(ENGINE, InstancePhase.READY, 30.0)
+    world.set_desired_state()
+    await world.clock.sleep(DRAINS_S / 2)
+    await world.instances.kill("g0.0", 1, "it hangs")
+    await world.clock.sleep(30.0)
+    assert world.starts == [("engine/g0.0", False)]
+    assert not world.instances.slots
+
+
+@story_on(in_world, "tmp_path")
 async def test_new_desired_state_is_tried_at_once_after_a_failure(
     world: World,
 ) -> None:

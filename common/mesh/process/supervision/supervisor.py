@@ -88,6 +88,8 @@ class SupervisorHooks:
     async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
         """Handle the exit of a child before its restart: the moment to release its registry
         name.
+
+        A child that the hook removes is not restarted.
         """
 
     def has_lease_expired(self, child: ChildProcess) -> bool:
@@ -278,7 +280,7 @@ class Supervisor:
                     return
                 exited_child, running.child = running.child, None
                 await _run_hook(self._hooks.on_exit(exited_child, end))
-            if not await self._restart_or_give_up(running, end):
+            if running.is_stopping or not await self._restart_or_give_up(running, end):
                 return
 
     async def _wait_for_exit(self, running: _SupervisedChild, child: ChildProcess) -> ChildExit:
