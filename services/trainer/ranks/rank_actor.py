@@ -360,6 +360,7 @@ class RankActor(KindCallsMixin):
         """Enter to execute an order of this group with the kinds of a piece."""
         self._check_generation(generation)
         async with self.kinds.use_kinds(kind.tensor_kinds, kind.changed_kinds):
+            self._check_generation(generation)  # the group may have changed while kinds moved
             yield
 
     def _check_generation(self, generation: int) -> None:

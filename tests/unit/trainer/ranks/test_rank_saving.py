@@ -14,6 +14,7 @@ import torch
 
 from meshrl.common.api.calls.role import KindState, KindStates, MoveKinds, SetTier
 from meshrl.common.api.ranks import (
+    BeginStep,
     RankFault,
     RankOrder,
     Rendezvous,
@@ -23,7 +24,7 @@ from meshrl.common.api.ranks import (
 )
 from meshrl.common.api.weights import STORE_NAME, ManifestRequest, Weights
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.errors import CorruptData, Refused
+from meshrl.common.base.errors import CorruptData, Fenced, Refused
 from meshrl.common.base.files.sealed_documents import encode_sealed
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
@@ -283,6 +284,37 @@ async def test_further_rank_moves_its_rows_by_order_until_it_sleeps(
         await sleep(action)
     assert torch.equal(own.rows, torch.arange(25.0) + 1.0)
     assert (await order(4, "write_back")).accelerator_bytes == 100
+
+
+@story_on(partial(run_virtual, limit_s=10000.0), given=2)
+async def test_order_of_an_earlier_group_ends_while_it_waits_for_a_move(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    begun: list[int] = []
+
+    class BeginningRows(OwnRows):
+        def make_kinds(self) -> dict[str, TensorsOfKind]:
+            kinds = super().make_kinds()
+            return kinds | {"gradients": kinds["parameters"]}
+
+        def begin_step(self, block_rounds: int = 1, gradient_dtype: str = "float32") -> None:
+            begun.append(block_rounds)
+
+    rank = create_bench(clock, random, tmp_path, BeginningRows, "")
+    await rank.stand_by(RankOrder(THIRD))
+    sliced = replace(desired_tier("accelerator", 1), time_sliced=True, offload_dir=str(tmp_path))
+    await rank.set_tier(sliced)
+    write = rank.move_kinds(MoveKinds(1, "write_back", ["parameters"], "disk"))
+    moving = asyncio.create_task(write)
+    await clock.sleep(0.0)
+    waiting = asyncio.create_task(rank.begin_step(BeginStep(THIRD, 1, "float32")))
+    await clock.sleep(0.0)
+    assert not moving.done() and not waiting.done()
+    await rank.stand_by(RankOrder(THIRD + 1))
+    with pytest.raises(Fenced, match=f"this rank has {THIRD + 1}"):
+        await waiting
+    assert not begun
+    await moving
 
 
 @story_on(partial(run_virtual, limit_s=10000.0), given=2)
