@@ -81,6 +81,7 @@ MEMORY_RETRY_S = 5.0  # until the next check for room
 # this time it is reported as a failure, so that the planner or a person decides otherwise.
 SET_TIER_ERROR_TOLERANCE_S = 30.0
 WAITING_FOR_ROOM = "waiting until the tensors of other instances have left the accelerator"
+WAITING_FOR_SLICES = "waiting until the other instances compute in time slices only"
 STARTUP_TIMEOUT = Failure(
     "NotReady",
     f"the process was killed: its start made no progress for {NO_PROGRESS_TIMEOUT_S:g} s",
@@ -187,9 +188,15 @@ class RoleProcess(SupervisorHooks):
         return self.desired.instance.time_sliced or ends_later
 
     @property
+    def has_left(self) -> bool:
+        """True if all its tensors have left the accelerator, so that it computes nothing."""
+        return self._reached is not None and self.tier != Tier.ACCELERATOR and not self.is_moving
+
+    @property
     def begins_slicing(self) -> bool:
         """True while it may compute without a time slice that others need."""
-        return self.is_ready and self.is_time_sliced and not self._takes_slices
+        is_computing = self.is_ready and not self.has_left
+        return is_computing and self.is_time_sliced and not self._takes_slices
 
     @property
     def can_stop(self) -> bool:
@@ -222,10 +229,10 @@ class RoleProcess(SupervisorHooks):
         """
         self._is_down = False
         try:
-            if not await self._reserve_room():
+            if awaited := await self._reserve_room():
                 self._is_down, self._retry_at = True, self._now() + ROOM_POLL_S
-                if self.detail != WAITING_FOR_ROOM:
-                    self._enter_phase(InstancePhase.STARTING, WAITING_FOR_ROOM)
+                if self.detail != awaited:
+                    self._enter_phase(InstancePhase.STARTING, awaited)
                 return
             self._context.budgets.check_start(self.name)
             await self._check_gpu_memory()
@@ -287,23 +294,25 @@ class RoleProcess(SupervisorHooks):
             niceness=NICE + self._mesh.settings.nice,
         )
 
-    async def _reserve_room(self) -> bool:
+    async def _reserve_room(self) -> str:
         """Reserve room beside the instances with which the process shares the accelerator.
 
-        Return False while these leave it. Raises the errors of `AcceleratorRoom.reserve`.
+        Return what it waits for; empty once the room is reserved. Raises the errors of
+        `AcceleratorRoom.reserve`.
         """
         instance, context = self.desired.instance, self._context
         is_shared = self.is_time_sliced and instance.tier == Tier.ACCELERATOR
         if not is_shared or not context.room.is_limited:
-            return True
+            return ""
         if self._others_begin_slicing():
-            return False
+            return WAITING_FOR_SLICES
         peak_bytes = context.budgets.get_peak_accelerator_bytes(self.name)
         if self._estimate is None:
             self._estimate = await context.gpu_memory.estimate_bytes(instance)
         context_bytes = context.gpu_memory.context_bytes
         needs = (max(1, size - context_bytes, peak_bytes) for size in self._estimate)
-        return context.room.reserve(self.desired, SliceBytes(*needs))
+        is_reserved = context.room.reserve(self.desired, SliceBytes(*needs))
+        return "" if is_reserved else WAITING_FOR_ROOM
 
     async def _check_gpu_memory(self) -> None:
         """Raise GpuMemoryFull if other programs have the memory that the process needs."""
@@ -398,7 +407,8 @@ class RoleProcess(SupervisorHooks):
                     budgets.claim(self.name, tier)
                 if self._reached is not None:  # it sleeps; a process that starts was checked before
                     await self._check_gpu_memory()
-                if self._reached is not None and self.phase != InstancePhase.MOVING:
+                is_reported = self.phase == InstancePhase.MOVING and self._reported_rejection
+                if self._reached is not None and not is_reported:
                     self._enter_phase(InstancePhase.MOVING, f"from {self.tier} to {tier}")
                     self._on_change()
             files = self._mesh.settings.make_offload_directory(self._mesh.name)
@@ -424,7 +434,10 @@ class RoleProcess(SupervisorHooks):
 
         Raises Fenced if another state is desired by then, or the process has exited.
         """
-        while not await self._reserve_room():
+        while awaited := await self._reserve_room():
+            if self.detail != awaited:
+                self._enter_phase(InstancePhase.MOVING, awaited)
+                self._on_change()
             await self._mesh.clock.sleep(ROOM_POLL_S)
             if self._target != target or self._reached is None:
                 raise Fenced("the state has changed while it waited for room", where=self.name)
@@ -540,7 +553,7 @@ class RoleProcess(SupervisorHooks):
         while True:
             pause_s = ROOM_POLL_S
             try:
-                if await self._reserve_room():
+                if not await self._reserve_room():
                     break
             except MeshError as error:  # others have reserved it, or Redis does not answer
                 is_late = self._now() > failed_at

@@ -28,6 +28,7 @@ from meshrl.services.node.instances.role_process import (
     RESTART_AFTER_SUCCESS_S,
     SET_TIER_ERROR_TOLERANCE_S,
     TRY_AGAIN_S,
+    WAITING_FOR_SLICES,
 )
 from meshrl.services.node.instances.startup import NO_PROGRESS_TIMEOUT_S
 from meshrl.services.node.instances.worker_instances import (
@@ -209,9 +210,46 @@ async def test_arriving_instance_waits_for_the_end_of_a_piece_without_a_slice(
     await world.clock.sleep(10.0)
     assert world.process.slicing == [False, True]  # requested, and not confirmed
     assert world.starts == [("engine/g0.0", False)]
+    assert world.detail(guest) == WAITING_FOR_SLICES
     world.process.has_ended_piece.set()
     await world.until(guest, InstancePhase.READY, 30.0)
     assert world.starts[1:] == [("hybrid/g0.1", True)]
+
+
+@story_on(in_world, "tmp_path")
+async def test_instances_that_sleep_wake_together_to_take_time_slices(world: World) -> None:
+    world.instances.context.budgets.limits = TierBytes(accelerator=2 * BYTES)
+    world.set_desired_state(ENGINE, HYBRID)
+    await world.until(ENGINE, InstancePhase.READY, 30.0)
+    await world.until(HYBRID, InstancePhase.READY, 30.0)
+    asleep = [replace(one, tier=Tier.MEMORY, epoch=2) for one in (ENGINE, HYBRID)]
+    world.set_desired_state(*asleep)
+    await world.clock.sleep(5.0)
+    awake = [replace(one, time_sliced=True, epoch=3) for one in (ENGINE, HYBRID)]
+    world.set_desired_state(*awake)
+    await world.clock.sleep(5.0)
+    assert [world.detail(one) for one in awake] == ["", ""]
+    assert world.process.requests[4:] == [Tier.ACCELERATOR] * 2
+    assert world.process.slicing[4:] == [True, True]
+
+
+@story_on(in_world, "tmp_path")
+async def test_instance_wakes_when_the_other_takes_time_slices(world: World) -> None:
+    world.instances.context.budgets.limits = TierBytes(accelerator=2 * BYTES)
+    world.set_desired_state(ENGINE, HYBRID)
+    await world.until(ENGINE, InstancePhase.READY, 30.0)
+    await world.until(HYBRID, InstancePhase.READY, 30.0)
+    world.set_desired_state(ENGINE, replace(HYBRID, tier=Tier.MEMORY, epoch=2))
+    await world.clock.sleep(5.0)
+    world.process.has_ended_piece.clear()
+    awake = [replace(one, time_sliced=True, epoch=3) for one in (ENGINE, HYBRID)]
+    world.set_desired_state(*awake)
+    await world.clock.sleep(5.0)
+    assert world.detail(HYBRID) == WAITING_FOR_SLICES
+    assert world.process.requests[3:] == [Tier.ACCELERATOR]
+    world.process.has_ended_piece.set()
+    assert InstancePhase.MOVING in await world.until(HYBRID, InstancePhase.READY, 5.0)
+    assert world.detail(HYBRID) == ""
 
 
 @story_on(in_world, "tmp_path")
