@@ -183,9 +183,13 @@ class RoleProcess(SupervisorHooks):
 
     @property
     def is_time_sliced(self) -> bool:
-        """True if it should compute in time slices: one that should not ends when it is alone."""
-        ends_later = self._takes_slices and self._others_are_leaving()
-        return self.desired.instance.time_sliced or ends_later
+        """True if it should compute in time slices.
+
+        One that should not ends when it has left the accelerator, or is alone there.
+        """
+        must_leave = self.desired.instance.tier != Tier.ACCELERATOR
+        is_beside_others = not self.has_left and (must_leave or self._others_are_leaving())
+        return self.desired.instance.time_sliced or (self._takes_slices and is_beside_others)
 
     @property
     def has_left(self) -> bool:

@@ -271,6 +271,29 @@ async def test_instance_takes_time_slices_until_the_others_have_left(world: Worl
 
 
 @story_on(in_world, "tmp_path")
+async def test_instance_that_goes_to_sleep_takes_time_slices_until_it_has_left(
+    world: World,
+) -> None:
+    world.instances.context.budgets.limits = TierBytes(accelerator=2 * BYTES)
+    stays, leaves = (replace(one, time_sliced=True) for one in (ENGINE, HYBRID))
+    world.set_desired_state(stays, leaves)
+    await world.until(stays, InstancePhase.READY, 30.0)
+    await world.until(leaves, InstancePhase.READY, 30.0)
+    world.process.has_ended_piece.clear()
+    asleep = replace(leaves, tier=Tier.MEMORY, time_sliced=False, epoch=2)
+    world.set_desired_state(stays, asleep)
+    await world.clock.sleep(5.0)
+    process = world.tenancy(asleep).process
+    assert process is not None and process.is_time_sliced and process.is_moving
+    world.process.has_ended_piece.set()
+    await world.until(asleep, InstancePhase.READY, 5.0)
+    await world.clock.sleep(5.0)
+    assert world.process.requests[2:] == [Tier.MEMORY] * 2
+    assert world.process.slicing[2:] == [True, False]
+    assert not process.is_time_sliced
+
+
+@story_on(in_world, "tmp_path")
 async def test_process_that_exits_while_it_is_drained_is_not_restarted(world: World) -> None:
     world.set_desired_state(ENGINE)
     await world.until(ENGINE, InstancePhase.READY, 30.0)
