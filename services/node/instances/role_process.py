@@ -122,6 +122,7 @@ class RoleProcess(SupervisorHooks):
         on_change: Callable[[], None],
         on_instance_exit: Callable[[str], None] = lambda instance: None,
         others_are_leaving: Callable[[], bool] = lambda: False,
+        others_must_leave: Callable[[], bool] = lambda: False,
         others_begin_slicing: Callable[[], bool] = lambda: False,
         worker_processes: Callable[[], Mapping[int, str]] = dict,
         gpu_uuids: Sequence[str] = (),
@@ -132,6 +133,7 @@ class RoleProcess(SupervisorHooks):
             on_change: Called when the process's state changes.
             on_instance_exit: Called with the instance's id when a process has exited.
             others_are_leaving: True while another process is about to release accelerator memory.
+            others_must_leave: True until all processes that are desired elsewhere have left.
             others_begin_slicing: True while another process ends a piece without a time slice.
             worker_processes: Names of the worker's processes, by pid.
             gpu_uuids: UUIDs of the GPUs that the process may see; empty: its worker's GPU.
@@ -146,6 +148,7 @@ class RoleProcess(SupervisorHooks):
         self._context, self._mesh = context, context.mesh
         self._leases, self._on_change, self._on_instance_exit = leases, on_change, on_instance_exit
         self._others_are_leaving, self._worker_processes = others_are_leaving, worker_processes
+        self._others_must_leave = others_must_leave
         self._others_begin_slicing = others_begin_slicing
         self._exit_reports = ExitReportSender(self._mesh.state, self._mesh.clock)
         self._log_path = context.log_path(self.name)
@@ -188,7 +191,7 @@ class RoleProcess(SupervisorHooks):
         One that should not ends when it has left the accelerator, or is alone there.
         """
         must_leave = self.desired.instance.tier != Tier.ACCELERATOR
-        is_beside_others = not self.has_left and (must_leave or self._others_are_leaving())
+        is_beside_others = not self.has_left and (must_leave or self._others_must_leave())
         return self.desired.instance.time_sliced or (self._takes_slices and is_beside_others)
 
     @property

@@ -70,16 +70,21 @@ class ProcessSlot:
         self._wakeup.set()
 
     @property
+    def must_leave(self) -> bool:
+        """True while the slot's process may compute on the accelerator and is desired elsewhere."""
+        process, desired = self.process, self.desired
+        if process is None or self._must_stop(process, desired):
+            return process is not None
+        assert desired is not None
+        return desired.instance.tier != Tier.ACCELERATOR and not process.has_left
+
+    @property
     def is_leaving(self) -> bool:
         """True if the slot's process is about to release the accelerator."""
-        process, desired = self.process, self.desired
-        if process is None:
-            return False
-        if self._must_stop(process, desired):
-            return True
-        assert desired is not None
-        is_moving = process.tier == Tier.ACCELERATOR != desired.instance.tier
-        return is_moving and process.phase != InstancePhase.FAILED
+        process = self.process
+        if process is None or process.phase != InstancePhase.FAILED:
+            return self.must_leave
+        return self._must_stop(process, self.desired)
 
     async def run(self) -> None:
         """Reconcile until nothing is desired, running or offloaded.
@@ -145,6 +150,7 @@ class ProcessSlot:
             self._wakeup.set,
             owner.on_instance_exit,
             self._others_are_leaving,
+            self._others_must_leave,
             self._others_begin_slicing,
             get_worker_processes,
         )
@@ -152,6 +158,9 @@ class ProcessSlot:
 
     def _others_are_leaving(self) -> bool:
         return any(other.is_leaving for other in self._owner.slots if other is not self)
+
+    def _others_must_leave(self) -> bool:
+        return any(other.must_leave for other in self._owner.slots if other is not self)
 
     def _others_begin_slicing(self) -> bool:
         processes = (other.process for other in self._owner.slots if other is not self)

@@ -294,6 +294,27 @@ async def test_instance_that_goes_to_sleep_takes_time_slices_until_it_has_left(
 
 
 @story_on(in_world, "tmp_path")
+async def test_instance_takes_time_slices_beside_one_that_fails_to_leave(world: World) -> None:
+    world.instances.context.budgets.limits = TierBytes(accelerator=2 * BYTES)
+    both = [replace(one, time_sliced=True) for one in (ENGINE, HYBRID)]
+    world.set_desired_state(*both)
+    for one in both:
+        await world.until(one, InstancePhase.READY, 30.0)
+    world.process.wrong[Tier.MEMORY] = StorageFull("no room", where="w0")
+    asleep = replace(HYBRID, tier=Tier.MEMORY, epoch=2)
+    world.set_desired_state(replace(ENGINE, epoch=2), asleep)
+    await world.until(asleep, InstancePhase.FAILED, 5.0)
+    await world.clock.sleep(5.0)
+    processes = [world.tenancy(one).process for one in (ENGINE, HYBRID)]
+    assert all(process is not None and process.is_time_sliced for process in processes)
+    assert False not in world.process.slicing
+    world.process.wrong.clear()
+    await world.clock.sleep(TRY_AGAIN_S + 5.0)
+    assert not any(process is not None and process.is_time_sliced for process in processes)
+    assert world.process.slicing[-2:] == [False, False]
+
+
+@story_on(in_world, "tmp_path")
 async def test_process_that_exits_while_it_is_drained_is_not_restarted(world: World) -> None:
     world.set_desired_state(ENGINE)
     await world.until(ENGINE, InstancePhase.READY, 30.0)
