@@ -357,10 +357,6 @@ class SliceQueue:
         self._being_killed.update(grant.request.ticket for grant in overdue)
         return overdue
 
-    def return_overdue(self, grant: SliceGrant) -> None:
-        """Return a slice whose holder could not be killed: `take_overdue` takes it again."""
-        self._being_killed.discard(grant.request.ticket)
-
     def free_killed(self, grant: SliceGrant) -> None:
         """Free the ranks of a slice whose holder is dead on all of them."""
         self._drop(grant.request.ticket)

@@ -25,7 +25,7 @@ from meshrl.common.api.node import (
     Worker,
 )
 from meshrl.common.api.stats import SliceStats
-from meshrl.common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, PeerLost, StateUnavailable
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.mesh.runtime.task_groups import run_all
@@ -83,6 +83,7 @@ class SliceScheduler:
         self._preparations: dict[str, asyncio.Task[None]] = {}  # by ticket
         self._wakeup = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()  # kills and failures
+        self._being_killed: dict[str, set[str]] = {}  # by ticket: workers whose process is alive
         self.granted_count = self.killed_count = 0
 
     def stats(self) -> SliceStats:
@@ -128,6 +129,9 @@ class SliceScheduler:
         compute, and without this one their work is lost.
         """
         workers = self._gang.workers if self._gang is not None else ()
+        for request in self._queue.list_requests(instance):
+            if alive := self._being_killed.get(request.ticket):  # its next process stays
+                alive.discard(workers[min(request.ranks)])
         for grant in self._queue.drop_instance(instance, [worker_name(one) for one in workers]):
             why = "the process of their first rank has exited within their time slice"
             self._run(self._kill_other_ranks(grant, why), f"kill {instance}")
@@ -407,44 +411,51 @@ class SliceScheduler:
             self._mesh.log.error(
                 "a time slice is overdue", resident=slice_request.instance, why=why
             )
-            own = KillInstance(slice_request.instance, slice_request.generation, why)
-            try:
-                await run_all([self.kill_local(own), self._kill_elsewhere(slice_request, why)])
-            except MeshError as error:  # the kernel has not ended it
-                self._mesh.log.error("an overdue instance still runs", error=str(error))
-                self._queue.return_overdue(grant)
-                return
+            await self._kill_ranks(slice_request, sorted(slice_request.ranks), why)
         self._queue.free_killed(grant)
         self._grant_waiting("killed")
 
     async def _kill_other_ranks(self, grant: SliceGrant, why: str) -> None:
-        """Kill the processes of an instance on other workers, then free its slice."""
-        await self._kill_elsewhere(grant.request, why)
+        """Kill the processes of an instance's further ranks, then free its slice."""
+        await self._kill_ranks(grant.request, sorted(grant.request.ranks)[1:], why)
         self._queue.free_killed(grant)
         self._grant_waiting("lost")
 
-    async def _kill_elsewhere(self, slice_request: SliceRequest, why: str) -> None:
-        """Kill an instance's processes on its other workers."""
-        gang = self._gang
-        workers = [gang.workers[rank] for rank in sorted(slice_request.ranks)] if gang else []
-        request = KillInstance(slice_request.instance, slice_request.generation, why)
-        await run_all(self._kill_on_worker(w, request) for w in workers if w != self._worker)
+    async def _kill_ranks(self, request: SliceRequest, ranks: Sequence[int], why: str) -> None:
+        """Kill a holder's processes of these ranks until none is left, or its slice is dropped.
+
+        The holder keeps its slice, because a process that survives keeps its memory.
+        """
+        workers = self._gang.workers if self._gang is not None else ()
+        alive = self._being_killed[request.ticket] = {workers[rank] for rank in ranks if workers}
+        order = KillInstance(request.instance, request.generation, why)
+        while alive and self._queue.has(request.ticket):
+            await run_all(self._kill_on_worker(worker, order, alive) for worker in sorted(alive))
+            if alive:
+                await self._mesh.clock.sleep(HOLDER_POLL_S)
+        del self._being_killed[request.ticket]
 
     async def kill_local(self, request: KillInstance) -> None:
         """Kill this worker's own process of an instance, for the scheduler of its gang."""
         await self._kill(request.instance, request.generation, request.reason)
 
-    async def _kill_on_worker(self, worker: str, request: KillInstance) -> None:
-        """Kill an instance's process on another worker; log an error.
+    async def _kill_on_worker(self, worker: str, order: KillInstance, alive: set[str]) -> None:
+        """Kill an instance's process on a worker and remove it from `alive`; log an error.
 
-        A worker that does not answer is considered lost, with its processes.
+        A lost worker ends with its processes.
         """
         try:
-            await self._mesh.ref(worker_name(worker)).call(Worker.kill_instance, request)
+            if worker == self._worker:
+                await self.kill_local(order)
+            else:
+                await self._mesh.ref(worker_name(worker)).call(Worker.kill_instance, order)
         except MeshError as error:
             self._mesh.log.warning(
                 "an instance could not be killed", worker=worker, error=str(error)
             )
+            if not isinstance(error, PeerLost):
+                return
+        alive.discard(worker)
 
 
 def _key_of(request: SliceRequest) -> tuple[str, str, int]:

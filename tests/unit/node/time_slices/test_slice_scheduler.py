@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from meshrl.common.api.node import AcquireSlice, ExplainSlices, Worker
-from meshrl.common.base.errors import DeadlineExceeded, Refused
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, Refused
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.instances.time_slices import SliceClient, UsedSlice
 from meshrl.common.mesh.runtime.calls.actor import call
@@ -60,6 +60,7 @@ class Stage:
         self.residencies: dict[str, Residency] = {}  # by worker; missing: everything is resident
         self.computing: list[tuple[str, float, float]] = []
         self.kills: list[tuple[str, str, int]] = []  # worker, instance, generation
+        self.kill_errors: dict[str, list[MeshError]] = {}  # by worker: of its first kills
         self.gang = Gang(
             "g0",
             ("w0", "w1"),
@@ -84,6 +85,8 @@ class Stage:
         async def kill(instance: str, generation: int, why: str) -> None:
             await self.clock.sleep(1.0)
             self.kills.append((worker, instance, generation))
+            if errors := self.kill_errors.get(worker):
+                raise errors.pop()
 
         actor = type("OnlyTurns", (SliceCallsMixin,), {"interface": Worker, **REST})()
         residency = self.residencies.get(worker, FullyResident())
@@ -227,6 +230,26 @@ async def test_slice_of_an_exited_first_rank_is_free_when_the_other_ranks_are_de
 
 
 @story_on(on_stage)
+async def test_slice_of_an_exited_first_rank_lasts_while_another_rank_survives_its_kill(
+    stage: Stage,
+) -> None:
+    _, scheduler = await stage.workers()
+    (first, core), (_, other) = [await stage.join_instance(i) for i in (1, 2)]
+    stage.kill_errors["w1"] = [DeadlineExceeded("it has not exited")]
+    await core.acquire_slice("train_step")
+    waiting = asyncio.create_task(stage.compute("other", other, 0.2))
+    await stage.clock.sleep(1.0)
+    died_s = stage.clock.monotonic()
+    await first.leave()
+    scheduler.release_instance("g0.1")
+    await stage.join_instance(1)
+    await waiting
+    [(_, started_s, _)] = stage.computing
+    assert died_s + 2.0 <= started_s <= died_s + 6.0
+    assert stage.kills == [("w1", "g0.1", 1)] * 2
+
+
+@story_on(on_stage)
 async def test_start_on_another_worker_frees_the_slice_of_the_process_before(stage: Stage) -> None:
     await stage.workers()
     died, engine = await stage.join_instance(2)
@@ -257,25 +280,50 @@ async def test_exit_of_a_process_keeps_a_workers_request_and_fails_its_own(stage
         await starting
 
 
+@pytest.mark.parametrize("worker", ["w0", "w1"])
 @story_on(on_stage)
 async def test_holder_that_survives_its_kill_keeps_its_slice_and_is_killed_again(
-    stage: Stage,
+    stage: Stage, worker: str
 ) -> None:
     _, scheduler = await stage.workers()
     (_, engine), (_, core) = [await stage.join_instance(i) for i in (0, 1)]
-    kill, failures = scheduler._kill, [DeadlineExceeded("it has not exited")] * 2
-
-    async def fail_first(instance: str, generation: int, why: str) -> None:
-        await kill(instance, generation, why)
-        if failures:
-            raise failures.pop()
-
-    scheduler._kill = fail_first
+    stage.kill_errors[worker] = [DeadlineExceeded("it has not exited")] * 2
     await core.acquire_slice("train_step")
     await stage.compute("engine", engine, 0.2)
     [(_, started_s, _)] = stage.computing
     assert started_s >= LEASES.default_s + 3.0  # each kill takes a second
-    assert stage.kills.count(("w0", "g0.1", 1)) == 3
+    assert sorted(stage.kills) == sorted(
+        [("w0", "g0.1", 1), ("w1", "g0.1", 1)] + 2 * [(worker, "g0.1", 1)]
+    )
+    assert scheduler.killed_count == 1
+
+
+@story_on(on_stage)
+async def test_restarted_first_rank_outlives_the_kills_of_a_surviving_rank(stage: Stage) -> None:
+    _, scheduler = await stage.workers()
+    (first, core), (_, other) = [await stage.join_instance(i) for i in (1, 2)]
+    stage.kill_errors = {one: [DeadlineExceeded("it has not exited")] for one in ("w0", "w1")}
+    await core.acquire_slice("train_step")
+    waiting = asyncio.create_task(stage.compute("other", other, 0.2))
+    await stage.clock.sleep(LEASES.default_s + 2.0)
+    assert len(stage.kills) == 2  # both have failed
+    await first.leave()
+    scheduler.release_instance("g0.1")
+    await stage.join_instance(1)
+    await waiting
+    assert stage.kills[2:] == [("w1", "g0.1", 1)]
+
+
+@story_on(on_stage)
+async def test_lost_worker_ends_with_its_process_of_an_overdue_holder(stage: Stage) -> None:
+    lost, _ = await stage.worker("w1")
+    await stage.worker("w0")
+    (_, engine), (_, core) = [await stage.join_instance(i) for i in (0, 1)]
+    await core.acquire_slice("train_step")
+    await lost.leave()
+    async with stage.clock.timeout(LEASES.default_s + 30.0, "the slice of the engine"):
+        await stage.compute("engine", engine, 0.2)
+    assert stage.kills == [("w0", "g0.1", 1)]
 
 
 @virtual_test()
