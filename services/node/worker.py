@@ -121,8 +121,6 @@ class GangWorker(SliceCallsMixin, SegmentCallsMixin):
             with contextlib.suppress(StateUnavailable, DeadlineExceeded):
                 await self._poll_record()
                 await self.publish_copy_rates()
-            self.segments.release_unused()
-            await self.unmap_freed()
             with contextlib.suppress(DeadlineExceeded):
                 async with self._mesh.clock.timeout(POLL_S, "waiting for a hint"):
                     await self._wakeup.wait()
@@ -249,6 +247,7 @@ async def _serve_with_segments(
                 [
                     wait_until_orphaned(mesh, args.orphan_s),
                     worker.run(),
+                    worker.release_segments(),
                     worker.slice_scheduler.run(),
                     worker.instances.watch_leases(),
                 ]

@@ -18,14 +18,16 @@ from typing import Self
 
 from meshrl.common.api.calls.role import RoleControl
 from meshrl.common.api.node import CreateSegment, SegmentLocation, Worker
-from meshrl.common.base.errors import MeshError, NotFound, Refused, StorageFull
+from meshrl.common.base.errors import MeshError, NotFound, PeerLost, Refused, StorageFull
 from meshrl.common.base.files.offload_media import get_segment_process, make_segment_name
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.task_groups import run_all
 from meshrl.common.mesh.telemetry.tracing import current_call
 
 SPARE_BYTES = 64 << 20  # host memory that no segment takes: other processes need some to answer
 POOL_SPARE_BYTES = 1 << 30  # free host memory below which no unused segment keeps its memory
+RELEASE_POLL_S = 0.5  # between two looks at the host's free memory
 MAX_EXCESS = 1.25  # size of a reused segment over the requested size, at most
 
 
@@ -86,7 +88,9 @@ class MemorySegments:
         self._segments: dict[str, _Segment] = {}  # with a complete copy
         self._pending: dict[str, _Segment] = {}  # being filled, to replace that of the same key
         self._unused: list[_Segment] = []  # oldest first
-        self._freed: list[tuple[str, int]] = []  # process and inode, which may still be pinned
+        self.freed: list[tuple[str, int]] = []  # process and inode, which may still be pinned
+        self.unmapping = asyncio.Lock()
+        self.unmapped_count = 0  # of the freed segments so far
 
     async def __aenter__(self) -> Self:
         return self
@@ -157,12 +161,12 @@ class MemorySegments:
                 self._retire(table, key)
         for segment in [one for one in self._unused if one.process == process]:
             self._free(segment)
-        self._freed = [one for one in self._freed if one[0] != process]
+        self.freed = [one for one in self.freed if one[0] != process]
 
-    def take_freed(self) -> list[tuple[str, int]]:
-        """Return process and inode of the segments freed since the last call."""
-        freed, self._freed = self._freed, []
-        return freed
+    def record_unmapped(self, process: str, inode: int) -> None:
+        """Record that a process has unmapped a freed segment."""
+        self.freed = [one for one in self.freed if one != (process, inode)]
+        self.unmapped_count += 1
 
     def release_unused(self) -> None:
         """Release unused memory, the oldest first, while the host has little free memory."""
@@ -198,8 +202,9 @@ class MemorySegments:
             self._unused and used_bytes + self.unused_bytes + size > self._budget_bytes
         ):
             self._free(self._unused[0])
-        while self._unused and size + SPARE_BYTES > self._measure_room():
-            self._free(self._unused[0])
+        room = self._measure_room()
+        while self._unused and size + SPARE_BYTES > room:
+            room += self._free(self._unused[0])  # at once, or when its process has unmapped it
         if size + SPARE_BYTES > (room := self._measure_room()):
             raise StorageFull(
                 f"{request.key} requests {size} bytes of memory, and the host has {room} available",
@@ -225,10 +230,13 @@ class MemorySegments:
         if segment is not None:
             self._unused.append(segment)
 
-    def _free(self, segment: _Segment) -> None:
+    def _free(self, segment: _Segment) -> int:
+        """Free an unused segment and return its bytes."""
         self._unused.remove(segment)
-        self._freed.append((segment.process, segment.inode))
+        self.freed.append((segment.process, segment.inode))
+        size_bytes = segment.filled_bytes
         segment.free()
+        return size_bytes
 
 
 class SegmentCallsMixin(Actor):
@@ -241,22 +249,34 @@ class SegmentCallsMixin(Actor):
         """Return True if the worker runs this process, with this incarnation and proved key."""
         raise NotImplementedError
 
-    async def unmap_freed(self) -> bool:
+    async def release_segments(self) -> None:
+        """Release unused memory while the host has little, and have it unmapped; until cancelled.
+
+        A process that does not answer delays nothing else of the worker.
+        """
+        while True:
+            self.segments.release_unused()
+            await self.unmap_freed()
+            await self._mesh.clock.sleep(RELEASE_POLL_S)
+
+    async def unmap_freed(self) -> None:
         """Let processes unmap freed segments, as pinned memory is free only then.
 
-        Return False if there are none. A process that does not answer unmaps them when it exits.
+        A call that fails is repeated by the next one. The exit of a process unmaps its segments.
         """
-        freed = self.segments.take_freed()
-        calls = [
-            self._mesh.ref(process).call(RoleControl.unmap_segment, inode)
-            for process, inode in freed
-        ]
-        for error in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(error, MeshError):
+
+        async def unmap(process: str, inode: int) -> None:
+            try:
+                await self._mesh.ref(process).call(RoleControl.unmap_segment, inode)
+            except PeerLost:
+                pass  # it has exited
+            except MeshError as error:
                 self._mesh.log.warning("a freed segment stays mapped", error=str(error))
-            elif error is not None:
-                raise error
-        return bool(freed)
+                return
+            self.segments.record_unmapped(process, inode)
+
+        async with self.segments.unmapping:
+            await run_all(unmap(*one) for one in self.segments.freed)
 
     async def _check_requester(self, key: str) -> None:
         """Raise Refused unless the call comes from the process that a segment is named after."""
@@ -272,14 +292,17 @@ class SegmentCallsMixin(Actor):
     @call(Worker.create_segment)
     async def create_segment(self, request: CreateSegment) -> SegmentLocation:
         await self._check_requester(request.key)
-        try:
-            location = self.segments.create(request)
-        except StorageFull:
-            if not await self.unmap_freed():
-                raise
-            location = self.segments.create(request)
-        await self.unmap_freed()
-        return location
+        while True:
+            unmapped_count = self.segments.unmapped_count
+            try:
+                location = self.segments.create(request)
+            except StorageFull:
+                await self.unmap_freed()  # perhaps after another call that has begun to do so
+                if self.segments.unmapped_count == unmapped_count:
+                    raise
+            else:
+                await self.unmap_freed()
+                return location
 
     @call(Worker.commit_segment)
     async def commit_segment(self, key: str) -> None:

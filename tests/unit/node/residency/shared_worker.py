@@ -65,7 +65,8 @@ class SharedWorker:
         self.meshes: dict[str, Mesh] = {}  # of the latest processes, by instance
         self.host = SimulatedHost(clock, random, {"meshrl.services.engine": self.run_engine})
         self.mesh = self.make_mesh("worker/w0", self.host)
-        self.segments = MemorySegments(lambda: 1 << 40)
+        self.free_bytes = 1 << 40  # of host memory
+        self.segments = MemorySegments(lambda: self.free_bytes)
         context = replace(make_context(self.mesh, root), segments=self.segments)
         row = WorkerRow("w0", "one", "cpu:0", 0, budget=self.tiers.budgets)
         self.worker = GangWorker(self.mesh, row, context)

@@ -81,7 +81,7 @@ class KindRole(Actor):
         self.computing_kinds: frozenset[str] = frozenset()
         self.is_dead = self.is_asleep = False
         self.steps = 0
-        # by action: called at each chunk of such a move
+        # by action: called at each chunk of such a move; "unmap": at each segment
         self.faults: dict[str, Callable[[], Awaitable[None]]] = {}
         self.rejects: set[Tier] = set()
         self._moving = asyncio.Lock()
@@ -180,7 +180,9 @@ class KindRole(Actor):
         )
 
     @call(RoleControl.unmap_segment)
-    def unmap_segment(self, inode: int) -> None:
+    async def unmap_segment(self, inode: int) -> None:
+        if "unmap" in self.faults:
+            await self.faults["unmap"]()
         self.calls.append(f"unmap {inode}")
 
     @call(RoleControl.move_kinds)
