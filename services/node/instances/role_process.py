@@ -546,8 +546,9 @@ class RoleProcess(SupervisorHooks):
         if not context.segments.find(make_segment_key(self.name)).path:
             context.segments.delete_process(self.name)
             memory_bytes = 0
-        if disk_bytes and not file.exists():
-            await mesh.host.run_blocking(remove_with_parts, file, deadline_s=DELETE_TIMEOUT_S)
+        if disk_bytes and not await mesh.host.run_blocking(
+            _keep_recorded, file, deadline_s=DELETE_TIMEOUT_S
+        ):
             disk_bytes = 0
         context.budgets.record_usage(self.name, TierBytes(memory=memory_bytes, disk=disk_bytes))
 
@@ -616,3 +617,11 @@ def remove_with_parts(file: Path) -> None:
     """Delete a file, with its parts of the same prefix."""
     for path in file.parent.glob(f"{file.name}*"):  # complete or partial
         path.unlink(missing_ok=True)
+
+
+def _keep_recorded(file: Path) -> bool:
+    """Return True if a record exists; else delete the copies without one."""
+    is_recorded = file.exists()
+    if not is_recorded:
+        remove_with_parts(file)
+    return is_recorded
