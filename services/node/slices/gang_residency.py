@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any
 
@@ -152,7 +151,6 @@ class GangResidency:
         finally:
             for worker in workers:
                 if worker != self._worker:
-                    self._cached.pop(worker, None)
                     self._run(self._refresh_state(worker), f"residency of {worker}")
         return list(reports.values())
 
@@ -168,8 +166,10 @@ class GangResidency:
             self._cached[worker] = state
 
     async def _refresh_state(self, worker: str) -> None:
-        with contextlib.suppress(MeshError):  # stays unknown: the next preparation reads it
+        try:
             await self._read_state(worker)
+        except MeshError:  # the next preparation reads it
+            self._cached.pop(worker, None)
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -52,6 +52,7 @@ class DeclaredResidency:
         self.bytes = {present: SIZE} | dict.fromkeys(others, 0)  # on the accelerator
         self.prefetched: set[str] = set()
         self.orders: list[PrepareResidency] = []
+        self.state_count = 0  # of descriptions
         self.cancelled: list[str] = []
         self.error: MeshError | None = None
         self.hangs = False
@@ -91,6 +92,7 @@ class DeclaredResidency:
         return KindMove(instance, "parameters", *tiers, SIZE, SIZE / RATE)
 
     def state(self) -> ResidencyState:
+        self.state_count += 1
         return describe(self.budget, **self.bytes)
 
 
@@ -163,6 +165,24 @@ async def test_only_another_worker_is_asked_about_a_fully_resident_instance(stag
     # a process that started there may have moved the kinds of others since its state was read
     assert [order.instance for order in second.orders if not order.prefetch] == [CORE] * 5
     assert all(one.granted_s - one.chosen_s < 0.1 for one in (await explain(mesh)).slices[1:])
+
+
+@story_on(on_stage)
+async def test_fully_resident_slice_on_two_workers_costs_an_order_and_a_state(
+    stage: Stage,
+) -> None:
+    first, second = tight(stage)
+    for residency in (first, second):
+        residency.budget = 10 * SIZE
+        residency.bytes = dict.fromkeys(residency.bytes, SIZE)
+    await stage.workers()
+    (_, core), (_, other) = [await stage.join_instance(i) for i in (1, 2)]
+    for _ in range(5):
+        await asyncio.gather(stage.compute("core", core, 0.1), stage.compute("other", other, 0.1))
+    assert [order.instance for order in first.orders] == [CORE] * 5
+    assert sorted(order.instance for order in second.orders) == [CORE] * 5 + [OTHER] * 5
+    assert not any(order.prefetch for order in second.orders)
+    assert second.state_count == 1 + len(second.orders)
 
 
 @pytest.mark.parametrize(
