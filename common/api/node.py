@@ -148,6 +148,8 @@ class InstanceResidency:
     accelerator_bytes: dict[str, int]
     size_bytes: dict[str, int]  # when on the accelerator
     dirty_kinds: list[str]  # without an equal copy in host memory or on disk
+    memory_bytes: dict[str, int] = field(default_factory=dict)  # of copies, also outdated ones
+    disk_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @message
@@ -162,6 +164,7 @@ class ResidencyState:
     rates: dict[str, float]
     # False: some instance cannot compute while all kinds of all are on the accelerator
     fits_together: bool = True
+    memory_room: int = -1  # bytes of host memory for further copies; -1: unlimited
 
 
 @message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -63,6 +64,8 @@ class AcceleratorState:
                 {kind: place.accelerator_bytes for kind, place in entry.places.items()},
                 {kind: place.size_bytes for kind, place in entry.places.items()},
                 [kind for kind, place in entry.places.items() if place.is_dirty],
+                {kind: place.memory_bytes for kind, place in entry.places.items()},
+                {kind: place.disk_bytes for kind, place in entry.places.items()},
             )
             for entry in self._table.entries
         ]
@@ -75,9 +78,12 @@ class AcceleratorState:
                 instances.append(InstanceResidency(instance, generation, {}, size_bytes, []))
         uses = [KindUse(instance, []) for instance in known]
         working_bytes = max(map(self.compute_working_bytes, uses), default=0)
-        fits_together = self.has_room(working_bytes)
-        budget = self.budget
-        return ResidencyState(budget, instances, self._rates.by_direction, fits_together)
+        snapshot = self.make_snapshot()
+        fits_together = snapshot.free_bytes(Tier.ACCELERATOR) >= working_bytes
+        memory = snapshot.free_bytes(Tier.MEMORY)
+        memory_room = -1 if math.isinf(memory) else max(0, int(memory))
+        rates = self._rates.by_direction
+        return ResidencyState(self.budget, instances, rates, fits_together, memory_room)
 
     def make_snapshot(
         self,

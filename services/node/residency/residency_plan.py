@@ -16,6 +16,7 @@ from meshrl.common.state.pool.workers.rows import TensorKind, Tier, TierBytes
 from meshrl.services.node.instances.budgets import OverBudget
 from meshrl.services.node.instances.gpu_memory import GpuMemoryFull
 from meshrl.services.node.residency.eviction_choice import Eviction, choose_evictions
+from meshrl.services.node.slices.switch_costs import estimate_copy_s
 
 # The order of loading. A step needs the optimizer's state last, and a cache can be computed again.
 LOAD_ORDER = (
@@ -24,10 +25,6 @@ LOAD_ORDER = (
     TensorKind.OPTIMIZER,
     TensorKind.KV_CACHE,
 )
-# Assumed bytes per second until a direction is measured: pageable copies, and a disk at a share of
-# the rate of memory.
-ASSUMED_MEMORY_RATE = 1e9
-ASSUMED_DISK_SHARE = 0.2
 MIN_USE_S = 0.1  # sooner uses are equally urgent
 MIN_URGENCY = -20.0  # of a kind with an expected use: in 12 days
 
@@ -102,14 +99,8 @@ class ResidencySnapshot:
         )
 
     def estimate_s(self, size_bytes: int, source: Tier, target: Tier) -> float:
-        """Return the expected seconds of a copy, by the measured rate if there is one."""
-        rate = self.rates.get(f"{source}>{target}", 0.0)
-        if not rate:
-            way = f"{source}>{target}".replace(Tier.DISK, Tier.MEMORY)
-            rate = self.rates.get(way, 0.0) or ASSUMED_MEMORY_RATE
-            if Tier.DISK in (source, target):
-                rate *= ASSUMED_DISK_SHARE
-        return size_bytes / rate
+        """Return the expected seconds of a copy, as a slice scheduler estimates it."""
+        return estimate_copy_s(self.rates, size_bytes, source, target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from meshrl.common.state.pool.workers.rows import Instance, Role, Tier, TierByte
 from meshrl.services.node.instances.desired_roles import DesiredRole
 from meshrl.services.node.instances.gpu_memory import GpuMemoryFull
 from meshrl.services.node.residency.kind_moves import MIN_MOVE_TIMEOUT_S
+from meshrl.services.node.slices.switch_costs import estimate_switch_s
 from tests.unit.node.residency.virtual_roles import World, in_world, run_story
 
 BUDGET = TierBytes(accelerator=160)  # 1.6 instances
@@ -47,6 +49,22 @@ async def test_instances_take_turns_within_the_budget_and_lose_nothing(world: Wo
         assert world.residency.state().rates["memory>accelerator"] == pytest.approx(100, rel=0.1)
     assert a.steps == b.steps == 3 and world.tiers.most[Tier.ACCELERATOR] <= 160
     assert world.budgets.get_usage("engine/a").accelerator == 100
+
+
+@in_world(TierBytes(accelerator=100, memory=130))
+async def test_state_has_the_tiers_of_copies_and_the_room_in_memory(world: World) -> None:
+    await world.start("a")
+    cold = await world.start("b", Tier.DISK)
+    report = await world.take_slice("b")
+    state = world.residency.state()
+    b, a = state.instances
+    assert (a.memory_bytes, sum(a.disk_bytes.values())) == (cold.sizes, 0)
+    assert (sum(b.memory_bytes.values()), b.disk_bytes) == (0, cold.sizes)
+    assert state.memory_room == 30
+    without_b = replace(state, instances=[a, replace(b, accelerator_bytes={})])
+    loads_s = sum(move.duration_s for move in report.moves if move.source == Tier.DISK)
+    assert loads_s == pytest.approx(5.0, abs=0.1)
+    assert estimate_switch_s("b", [], [without_b]) == pytest.approx(loads_s, abs=0.1)
 
 
 @in_world(TierBytes(accelerator=100))

@@ -28,19 +28,13 @@ from meshrl.services.node.instances.gpu_memory import GpuMemoryFull
 from meshrl.services.node.slices.gang_residency import PREPARE_FACTOR, PREPARE_FLOOR_S
 from meshrl.services.node.slices.slice_queue import ANTICIPATION_CAP_S
 from meshrl.services.node.slices.slice_scheduler import FAILURE_PAUSE_S
-from meshrl.services.node.slices.switch_costs import (
-    LOAD,
-    OFFLOAD,
-    PRIOR_RATE,
-    estimate_switch_s,
-    is_fully_resident,
-)
 from meshrl.sim.virtual_loop import VirtualClock
 from tests.stories import story_on
 from tests.unit.node.time_slices.test_slice_scheduler import LEASES, Stage, on_stage
 
 RATE = 10.0  # bytes per second
 SIZE = 100  # bytes of an instance
+LOAD, OFFLOAD = "memory>accelerator", "accelerator>memory"  # directions of rates
 ENGINE, CORE, OTHER = "g0.0", "g0.1", "g0.2"  # on rank 0; on both; on rank 1
 
 
@@ -374,29 +368,3 @@ async def test_policy_of_the_mesh_orders_the_next_requests(stage: Stage) -> None
     found = await explain(mesh)
     assert found.policy == found.decisions[0].policy == "fifo"
     assert found.decisions[0].reason == "oldest request"
-
-
-# -- costs -----------------------------------------------------------------------------------------
-
-
-def test_switch_costs_what_must_leave_and_load_at_measured_rates() -> None:
-    states = [describe(SIZE, a=SIZE, b=0), describe(2 * SIZE, a=SIZE, b=0)]
-    assert [estimate_switch_s("b", [], [state]) for state in states] == [20.0, 10.0]
-    assert estimate_switch_s("b", [], states) == 20.0  # the slower worker
-    assert estimate_switch_s("a", [], states) == 0.0
-    assert estimate_switch_s("unknown", [], states) == 0.0
-    assert [is_fully_resident(state) for state in states] == [False, False]
-    assert is_fully_resident(describe(0, a=SIZE))
-
-
-def test_switch_costs_only_requested_kinds_less_what_is_prefetched_or_has_a_copy() -> None:
-    sizes = {"parameters": 40, "optimizer": 80}
-    own = InstanceResidency("b", 1, {"parameters": 30}, sizes, [])
-    other = InstanceResidency("a", 1, sizes, sizes, ["parameters"])
-    state = ResidencyState(150, [own, other], {LOAD: 10.0, OFFLOAD: 5.0})
-    assert estimate_switch_s("b", ["parameters"], [state]) == 1.0  # 10 bytes, which fit
-    assert estimate_switch_s("b", [], [state]) == 9.0 + 10 / 5.0  # the optimizer of `a` has a copy
-    dirty = replace(other, dirty_kinds=list(sizes))
-    state = replace(state, instances=[own, dirty])
-    assert estimate_switch_s("b", [], [state]) == 9.0 + 90 / 5.0
-    assert estimate_switch_s("b", [], [replace(state, rates={})]) == (90 + 90) / PRIOR_RATE
