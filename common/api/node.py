@@ -6,6 +6,7 @@ that a worker owns for its role processes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from types import NoneType
 
@@ -62,6 +63,8 @@ class AcquireSlice:
     is_first: bool = False
     # True: from a worker, to start the first rank's process; no process of that rank runs
     starts_process: bool = False
+    # expected from the end of the slice to a request of the same function; infinity: unknown
+    repeat_gap_s: float = math.inf
 
 
 @message

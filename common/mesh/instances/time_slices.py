@@ -199,6 +199,7 @@ class SliceClient:
             kinds=list(kinds),
             is_first=function not in self._longest_s,
             starts_process=self._starts_process,
+            repeat_gap_s=self.profile.find_repeat_gap_s(function),
         )
         try:
             granted = await self._call_scheduler(Worker.acquire_slice, request)

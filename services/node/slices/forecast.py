@@ -1,10 +1,12 @@
 """Forecast of an instance's next slices: a training step repeats earlier functions; pure.
 
-What followed the longest recent sequence that equals the last slices follows again.
+What followed the longest recent sequence that equals the last slices follows again. A function that
+is new repeats if the profile of the instance's kind has its usual gap.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,20 +37,24 @@ class InstanceSlices:
         """Add a slice that has ended."""
         self._past.append(past)
 
-    def find_following(self, current: str = "") -> list[PastSlice]:
+    def find_following(self, current: SliceRequest | None = None) -> list[PastSlice]:
         """Return the slices that are expected to follow, until the sequence repeats.
 
-        `current`: function of a slice that is requested or runs; "": none. Empty: unknown.
+        `current`: slice that is requested or runs, if any. Empty: unknown.
         """
         past = list(self._past)
-        functions = [one.request.function for one in past] + [current] * bool(current)
+        requests = [one.request for one in past] + ([current] if current is not None else [])
+        functions = [one.function for one in requests]
         last = len(functions) - 1
         found, most = last, 0
         for index in range(last - 1, -1, -1):
             count = _count_equal(functions, index, last)
             if count > most:
                 found, most = index, count
-        return (past[found + 1 :] + [past[found]] * bool(current)) if most else []
+        if most:
+            return past[found + 1 :] + [past[found]] * (current is not None)
+        known = [one for one in requests[-1:] if math.isfinite(one.repeat_gap_s)]
+        return [PastSlice(one, one.repeat_gap_s, one.estimate_s) for one in known]
 
 
 def _count_equal(functions: list[str], index: int, last: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +27,8 @@ class SliceRequest:
     ranks: frozenset[int]  # all ranks of the instance
     kinds: tuple[str, ...] = ()  # tensor kinds that it needs on the accelerator; none: all
     is_first: bool = False  # of the function in its process: it may compile kernels
+    # expected from its end to a request of the same function; infinity: unknown
+    repeat_gap_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

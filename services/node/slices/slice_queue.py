@@ -207,9 +207,9 @@ class SliceQueue:
             uses.append(KindUse(request.instance, list(request.kinds), start_s))
             ends[request.instance] = request, start_s + service_s
             busy_s |= dict.fromkeys(request.ranks, start_s + service_s)
-        for instance, past in self._past.items():
+        for instance in dict.fromkeys([*self._past, *ends]):
             last, end_s = ends.get(instance, (None, 0.0))
-            following = past.find_following(last.function if last is not None else "")
+            following = self._past.get(instance, InstanceSlices()).find_following(last)
             if following and last is None:
                 end_s = max(0.0, self._activity[instance].released_at - now + following[0].gap_s)
             elif following:
@@ -462,7 +462,7 @@ class SliceQueue:
             used_s = tenure.used_s + now - grant.granted_at
             self._tenures[rank] = replace(tenure, used_s=used_s)
         last = self._activity.get(request.instance)
-        gap_s = last.gap_s if last is not None else math.inf
+        gap_s = last.gap_s if last is not None else request.repeat_gap_s
         self._activity[request.instance] = _Activity(request, now, gap_s)
         known_gap_s = 0.0 if math.isinf(gap_s) else gap_s
         self._past[request.instance].add(PastSlice(request, known_gap_s, now - grant.granted_at))

@@ -263,6 +263,7 @@ class SliceScheduler:
                     frozenset(instance.ranks),
                     tuple(request.kinds),
                     request.is_first,
+                    request.repeat_gap_s,
                 )
         raise ServiceUnavailable(
             f"generation {request.generation} of instance {request.instance} is not on record",

@@ -103,6 +103,7 @@ class FunctionProfile:
     # from the end of the instance's previous piece until it needs the accelerator for this function
     gaps: TimeStatistics = field(default_factory=TimeStatistics)
     bytes_by_kind: dict[str, int] = field(default_factory=dict)  # tensors that it needs, last known
+    repeats: float = 0.0  # weight of the pieces that followed one of the same function
 
     def merge(self, newer: FunctionProfile) -> FunctionProfile:
         """Return this profile with newer samples added."""
@@ -110,6 +111,7 @@ class FunctionProfile:
             self.durations.merge(newer.durations),
             self.gaps.merge(newer.gaps),
             newer.bytes_by_kind or self.bytes_by_kind,
+            0.5 ** (newer.durations.count / HALF_LIFE) * self.repeats + newer.repeats,
         )
 
 
@@ -129,7 +131,7 @@ def encode_profile(profile: Profile) -> str:
     """Return a profile as text."""
     return json.dumps(
         {
-            name: [one.durations.encode(), one.gaps.encode(), one.bytes_by_kind]
+            name: [one.durations.encode(), one.gaps.encode(), one.bytes_by_kind, one.repeats]
             for name, one in profile.items()
         },
         separators=(",", ":"),
@@ -140,9 +142,9 @@ def decode_profile(text: str) -> Profile:
     """Return the profile that `encode_profile` encoded."""
     return {
         name: FunctionProfile(
-            TimeStatistics.decode(durations), TimeStatistics.decode(gaps), dict(sizes)
+            TimeStatistics.decode(durations), TimeStatistics.decode(gaps), dict(sizes), *repeats
         )
-        for name, (durations, gaps, sizes) in json.loads(text).items()
+        for name, (durations, gaps, sizes, *repeats) in json.loads(text).items()
     }
 
 
@@ -174,7 +176,7 @@ class ProfileRecorder:
     def __init__(self) -> None:
         self._stored: Profile = {}
         self._batch: Profile = {}  # samples that are not stored yet
-        self._last_end_s: float | None = None
+        self._last: tuple[str, float] | None = None  # piece's function, and its end
 
     def set_stored(self, profile: Profile) -> None:
         """Set the stored profile, for estimates of functions without samples of this process."""
@@ -184,14 +186,22 @@ class ProfileRecorder:
         """Add a piece that was requested at `requested_s` and ended at `end_s` of one clock."""
         profile = self._batch.setdefault(function, FunctionProfile())
         profile.durations.add(duration_s)
-        if self._last_end_s is not None:
-            profile.gaps.add(requested_s - self._last_end_s)
-        self._last_end_s = end_s
+        if self._last is not None:
+            profile.gaps.add(requested_s - self._last[1])
+            profile.repeats += function == self._last[0]
+        self._last = function, end_s
 
     def estimate_s(self, function: str) -> float:
         """Return the longest recent duration of a function, from the stored profile; 0 without."""
         found = self._stored.get(function)
         return found.durations.max_s if found is not None else 0.0
+
+    def find_repeat_gap_s(self, function: str) -> float:
+        """Return a function's stored median gap; infinity if it usually follows another one."""
+        found = self._stored.get(function)
+        if found is None or 2.0 * found.repeats <= found.durations.count:
+            return math.inf
+        return found.gaps.compute_quantile_s(0.5)
 
     def take_batch(self) -> Profile:
         """Return the samples since the last call."""

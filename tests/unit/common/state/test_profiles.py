@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,6 +130,25 @@ def test_recorder_measures_gaps_and_returns_a_batch_once() -> None:
     recorder.add("sync", 16.0, 3.0, 19.0)
     recorder.restore_batch(batch)
     assert recorder.take_batch()["sync"].durations.max_s == 3.0
+
+
+def test_gap_of_a_repeated_function_is_known_if_most_of_its_pieces_repeat_it() -> None:
+    recorder, now = ProfileRecorder(), 0.0
+    for function in ["generate"] * 5 + ["save", "sync"] + ["generate"] * 5 + ["sync"]:
+        gap_s = 0.25 if function == "generate" else 3.0
+        recorder.add(function, now + gap_s, 1.0, now + gap_s + 1.0)
+        now += gap_s + 1.0
+    profile = merge_profiles({}, decode_profile(encode_profile(recorder.take_batch())))
+    assert math.isinf(recorder.find_repeat_gap_s("generate"))
+    recorder.set_stored(profile)
+    assert recorder.find_repeat_gap_s("generate") == 0.25
+    assert math.isinf(recorder.find_repeat_gap_s("sync"))
+    newer = {"generate": FunctionProfile(make_statistics([1.0] * int(HALF_LIFE)))}
+    merged = merge_profiles(profile, newer)["generate"]  # none of the newer pieces repeats it
+    assert merged.repeats == profile["generate"].repeats / 2
+    text = encode_profile(profile)
+    older = {name: stored[:3] for name, stored in json.loads(text).items()}
+    assert decode_profile(json.dumps(older))["generate"].repeats == 0.0
 
 
 def test_recorder_estimates_from_the_stored_profile() -> None:

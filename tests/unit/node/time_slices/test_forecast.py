@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from meshrl.common.api.node import KindUse
@@ -22,8 +24,9 @@ ROLLOUT_S = 5.0
 class Gang:
     """Queue of a gang whose instances run one step after another, each slice for one second."""
 
-    def __init__(self) -> None:
+    def __init__(self, repeat_gap_s: float = math.inf) -> None:
         self.queue, self.now, self.count = SliceQueue(Fifo()), 0.0, 0
+        self.repeat_gap_s = repeat_gap_s  # by the profiles of the instances' kinds
 
     def request(self, instance: str, function: str) -> SliceRequest:
         self.count += 1
@@ -31,6 +34,7 @@ class Gang:
             *(f"{instance}/{self.count}", instance, 1, "i", self.count, instance, function, 1.0),
             frozenset({0}),
             KINDS[function],
+            repeat_gap_s=self.repeat_gap_s,
         )
         self.queue.enqueue(request, self.now)
         return request
@@ -90,3 +94,27 @@ def test_waiting_requests_follow_the_holder_in_the_order_of_the_policy() -> None
     assert found["a", "optimizer"] < found["b", "optimizer"]
     gang.queue.drop_instance("b")
     assert {instance for instance, _ in gang.forecast()} == {"a"}
+
+
+def test_first_pair_of_slices_of_a_known_kind_is_forecast_by_its_profile() -> None:
+    gang = Gang(repeat_gap_s=0.4)
+    gang.request("a", STEP[0])
+    [chosen] = gang.queue.choose_waiting(gang.now)
+    gang.queue.begin(chosen.request.ticket, gang.now)
+    repeated = gang.queue.forecast_uses(gang.now)
+    assert repeated == [KindUse("a", list(KINDS[STEP[0]]), 1.0 + 0.4)]  # while the first one runs
+    gang.now += 1.0
+    gang.queue.release(chosen.request.ticket, gang.now)
+    assert gang.forecast() == {("a", "parameters"): 0.4, ("a", "gradients"): 0.4}
+    gang.run("a", STEP[0])  # its own gap is known now
+    assert gang.forecast()["a", "gradients"] == pytest.approx(GAPS[STEP[0]])
+
+
+def test_known_gaps_order_the_first_prefetches() -> None:
+    gang = Gang()
+    for instance, gap_s in {"a": 50.0, "b": 5.0, "c": math.inf}.items():
+        gang.repeat_gap_s = gap_s
+        gang.run(instance, STEP[0])
+    expected = gang.queue.predict_next(None, gang.now)
+    assert expected is not None and expected.instance == "b"
+    assert [use.instance for use in gang.queue.forecast_uses(gang.now)] == ["b", "a"]

@@ -23,6 +23,7 @@ from meshrl.common.api.node import (
 from meshrl.common.base.errors import MeshError
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
+from meshrl.common.state.pool.demand.profiles import FunctionProfile, TimeStatistics
 from meshrl.common.state.pool.workers.rows import Tier
 from meshrl.services.node.instances.gpu_memory import GpuMemoryFull
 from meshrl.services.node.slices.gang_residency import PREPARE_FACTOR, PREPARE_FLOOR_S
@@ -311,6 +312,25 @@ async def test_idle_gang_prefetches_for_the_request_that_is_expected_first(stage
     for _ in range(2):
         await stage.compute("core", core, 0.1)
         await stage.compute("engine", engine, 0.1)
+    await stage.clock.sleep(1.0)
+    last = [order for order in first.orders if order.prefetch][-1]
+    assert (last.instance, last.computing) == (CORE, [])
+    assert [use.instance for use in last.expected] == [CORE, ENGINE]
+
+
+@story_on(on_stage)
+async def test_first_prefetch_of_known_kinds_is_for_the_one_that_repeats_first(
+    stage: Stage,
+) -> None:
+    first, _ = tight(stage)
+    await stage.workers()
+    (_, core), (_, engine) = [await stage.join_instance(i) for i in (1, 0)]
+    for slices, gap_s in ((engine, 20.0), (core, 3.0)):
+        gaps = TimeStatistics()
+        gaps.add(gap_s)
+        slices.profile.set_stored({"generate": FunctionProfile(gaps=gaps, repeats=1.0)})
+    await stage.compute("core", core, 0.1)
+    await stage.compute("engine", engine, 0.1)  # the core's tensors have left for it
     await stage.clock.sleep(1.0)
     last = [order for order in first.orders if order.prefetch][-1]
     assert (last.instance, last.computing) == (CORE, [])
