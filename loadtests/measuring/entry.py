@@ -69,8 +69,15 @@ def flat(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report(figures: Mapping[str, Any]) -> None:
-    """Print the figures as the last line: one flat JSON object."""
-    print(json.dumps(flat(figures)), flush=True)
+    """Print the figures as the last line: one flat JSON object.
+
+    `valid` and the like come first. Those that are 0 are also named on stderr.
+    """
+    found = flat(figures)
+    checks = {key: found[key] for key in found if {"valid", "invalid"} & set(key.split("_"))}
+    if invalid := [key for key, value in checks.items() if value == 0]:
+        print_progress(f"INVALID, see host_cores and late_share: {', '.join(invalid)}")
+    print(json.dumps(checks | found), flush=True)
 
 
 def parts_of(

@@ -6,7 +6,7 @@ Usage:
     python -m loadtests.sharing colocate [--seeds 3]
     python -m loadtests.sharing colocate-real [--cells 1:4,2:1:2]
     python -m loadtests.sharing gang [--steps 8] [--budgets 1.6,1.2,2.0]
-        [--policies fifo,round_robin]
+        [--policies fifo,round_robin] [--repeats 3]
 
 - `policies`: the policies of time slices under virtual time, on `--cases` small random cases
   against every order (`*_over_oracle`: median ratio of the mean response time; `_p95`), and on
@@ -27,9 +27,12 @@ Usage:
   core's tensors on the accelerator; figures of all but the first end with it in percent. At the
   first one, `switch_s_cold`, `switch_share_cold` and `bit_equal_cold` are of a host without memory
   for copies, so that they go to its disk. Each of `--policies` runs there, too:
-  `*_gang_makespan_ratio` and `*_gang_wait_p99_ratio` (for a slice) to `hrrs`.
+  `*_gang_makespan_ratio` and `*_gang_wait_p99_ratio` (for a slice) to `hrrs`. `lost`, `host_cores`
+  and other figures of the host are of all runs, and with an ending or `*_gang_` of one run.
+  `--repeats` rounds of all runs give medians; checks and figures of the host are the worst.
 
-The last line is JSON.
+The last line is JSON. It begins with `valid` and the like: 0 if the host was too busy, as
+`invalid_runs` names them.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def run_gang(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     plan = GangPlan(chosen.steps, chosen.rollout_pace, chosen.training_pace)
     budgets = list(map(float, chosen.budgets.split(",")))
     policies = [name for name in chosen.policies.split(",") if name]
-    return measure_shared_gang(plan, budgets, policies, os.environ)
+    return measure_shared_gang(plan, budgets, policies, chosen.repeats, os.environ)
 
 
 def main() -> None:
@@ -80,6 +83,7 @@ def main() -> None:
         steps=(8, "of each job of a gang"),
         budgets=("1.6,1.2,2.0", "of an accelerator, in cores"),
         policies=("fifo,round_robin", "of time slices, beside the default one"),
+        repeats=(1, "rounds of all runs of a gang"),
         rollout_pace="100/8/100000",
         training_pace="200/600",
     )

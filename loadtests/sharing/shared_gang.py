@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from loadtests.jobs.mesh import RunningMesh, accounts, mesh_up
 from loadtests.measuring.entry import print_progress
+from loadtests.sharing.gang_sharing import (
+    PLACED_S,
+    POLL_S,
+    declared_budgets,
+    place_beside,
+    record_slices,
+)
 from meshrl.client.client import JobHandle
 from meshrl.common.api.node import SliceRecord
-from meshrl.common.base.errors import MeshError
 from meshrl.common.job.memory.process_memory import CONTEXT_BYTES
 from meshrl.common.state import jobs
 from meshrl.common.state.pool.demand.role_memory import derive_role_memory
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import Tier
-from meshrl.directory.directory_paths import MeshPaths
-from meshrl.directory.owner_mesh import open_owner_mesh
 from meshrl.services.node.slices.policies import DEFAULT_POLICY
-from meshrl.view.mesh.gang_slices import is_time_sliced, read_gang_slices
 
 JOB = Path(__file__).parents[2] / "tests/mesh/jobs/digits.toml"
 NAMES = ("first", "second")
 SEPARATE_WORKERS, SHARED_WORKERS = 4, 3  # of two jobs: an engine and a core each, or one core's
-POLL_S = 1.0
-PLACED_S = 120.0  # until both cores share a gang
+# How figures of several rounds are combined, by a part of their names; others have a median.
+WORST: Mapping[Callable[[Sequence[Any]], Any], Collection[str]] = {
+    min: ("valid", "bit_equal"),
+    sum: ("lost", "trained_twice"),
+    max: ("late_share", "host_cores", "steal_cores"),
+}
 SETTINGS: dict[str, Any] = {
     "model.config.hidden_size": 512,
     "model.config.intermediate_size": 1536,
@@ -92,15 +97,16 @@ async def run_gang(
     with tempfile.TemporaryDirectory(prefix="g-") as made:
         async with mesh_up(Path(made), workers, slice_policy=policy) as mesh:
             found = GangRun()
-            async with _record_slices(mesh, found):
+            async with record_slices(mesh) as recording:
                 handles = [await _submit(mesh, plan, names[0])]
                 if shared:
                     await _wait_for_core(mesh, names[0])
                 for name in names[1:]:
                     handles.append(await _submit(mesh, plan, name))
                     if shared:
-                        print_progress(await _place(mesh, name, names[0]))
+                        print_progress(await place_beside(mesh, name, names[0]))
                 summaries = list(await asyncio.gather(*map(mesh.finished, handles)))
+            found.slices, found.state_bytes = recording.slices, recording.state_bytes
             row = await jobs.read_job(mesh.state, names[0])
             memory = derive_role_memory(row.document, "cuda")
             found.needed_bytes = memory.core - CONTEXT_BYTES["cuda"]
@@ -120,51 +126,6 @@ async def _wait_for_core(mesh: RunningMesh, job: str) -> None:
             if any(one.job == job and one.core for gang in gangs for one in gang.instances):
                 return
             await asyncio.sleep(POLL_S)
-
-
-async def _place(mesh: RunningMesh, job: str, partner: str) -> str:
-    """Place a job beside another as soon as the planner knows both."""
-    until = time.monotonic() + PLACED_S
-    while True:
-        try:
-            return await mesh.client.place(job, partner)
-        except MeshError:
-            if time.monotonic() > until:
-                raise
-        await asyncio.sleep(POLL_S)
-
-
-@contextlib.asynccontextmanager
-async def _record_slices(mesh: RunningMesh, found: GangRun) -> AsyncIterator[None]:
-    """Record the time slices of all gangs, and the bytes of instances, during the block."""
-    records: dict[tuple[str, int, float], SliceRecord] = {}
-
-    async def poll() -> None:
-        since_s = 0.0
-        async with open_owner_mesh(MeshPaths(mesh.root)) as own:
-            while True:
-                with contextlib.suppress(MeshError, TimeoutError):  # the next poll has it too
-                    now = time.time()
-                    for gang in await pool.read_gangs(mesh.state):
-                        if is_time_sliced(gang):
-                            read = await read_gang_slices(own, gang, since_s)
-                            records.update(
-                                ((gang.id, one.number, one.requested_s), one) for one in read.slices
-                            )
-                        for instance in gang.instances:
-                            for report in instance.reports.values():
-                                size_bytes = report.usage.accelerator * int(instance.core)
-                                found.state_bytes = max(found.state_bytes, size_bytes)
-                    since_s = now - 2 * POLL_S
-                await asyncio.sleep(POLL_S)
-
-    task = asyncio.create_task(poll())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        found.slices = list(records.values())
 
 
 def _read_steps(mesh: RunningMesh, names: Sequence[str], found: GangRun) -> None:
@@ -203,28 +164,12 @@ def describe_switches(slices: Sequence[SliceRecord], span_s: float) -> dict[str,
     }
 
 
-@contextlib.contextmanager
-def declared_budgets(environ: MutableMapping[str, str], **sizes_bytes: int) -> Iterator[None]:
-    """Declare so many bytes of tiers for each worker of meshes that start in the block."""
-    declared = {f"MESHRL_{tier.upper()}_BYTES": str(size) for tier, size in sizes_bytes.items()}
-    environ.update(declared)
-    try:
-        yield
-    finally:
-        for name in declared:
-            del environ[name]
-
-
-def compare_policies(first: GangRun, others: Mapping[str, GangRun]) -> dict[str, float]:
-    """Return makespans and longest waits for slices under policies, relative to the default one."""
-    found: dict[str, float] = {}
-    for name, run in others.items():
-        wait_ratio = _compute_wait_p99_s(run.slices) / _compute_wait_p99_s(first.slices)
-        found |= {
-            f"{name}_gang_makespan_ratio": run.span_s / first.span_s,
-            f"{name}_gang_wait_p99_ratio": wait_ratio,
-        }
-    return found
+def compare_policy(first: GangRun, other: GangRun) -> dict[str, float]:
+    """Return the makespan and the longest waits for slices of a run relative to another policy."""
+    return {
+        "makespan_ratio": other.span_s / first.span_s,
+        "wait_p99_ratio": _compute_wait_p99_s(other.slices) / _compute_wait_p99_s(first.slices),
+    }
 
 
 def _compute_wait_p99_s(slices: Sequence[SliceRecord]) -> float:
@@ -236,7 +181,6 @@ def compare_runs(
     alone: Mapping[str, GangRun], separate: GangRun, shared: GangRun
 ) -> dict[str, Any]:
     """Compare the shared gang with separate gangs, and each job with its run alone."""
-    runs = [*alone.values(), separate, shared]
     is_equal = all(shared.manifests[name] == run.manifests[name] for name, run in alone.items())
     separate_hours = SEPARATE_WORKERS * separate.span_s
     return {
@@ -245,16 +189,37 @@ def compare_runs(
         "slowdown_max": max(
             shared.training_s[name] / run.training_s[name] for name, run in alone.items()
         ),
+    }
+
+
+def describe_validity(runs: Sequence[GangRun]) -> dict[str, Any]:
+    """Return the sums of what runs lost, and the worst figures of their hosts."""
+    return {
+        "valid": min(run.honest["valid"] for run in runs),
         "lost": sum(run.honest["lost"] for run in runs),
         "trained_twice": sum(run.honest["trained_twice"] for run in runs),
         "late_share": max(run.honest["late_share"] or 0.0 for run in runs),
         "host_cores": max(run.honest["host_cores"] for run in runs),
         "steal_cores": max(run.honest.get("steal_cores", 0.0) for run in runs),
-        "valid": min(run.honest["valid"] for run in runs),
     }
 
 
 def measure_shared_gang(
+    plan: GangPlan,
+    budgets: Sequence[float],
+    policies: Sequence[str],
+    repeats: int,
+    environ: MutableMapping[str, str],
+) -> dict[str, Any]:
+    """Run rounds of all runs, so that those to compare alternate, and return combined figures."""
+    rounds = []
+    for _ in range(repeats):
+        rounds.append(_measure_round(plan, budgets, policies, environ))
+        print_progress(rounds[-1])
+    return {"repeats": repeats} | combine_rounds(rounds)
+
+
+def _measure_round(
     plan: GangPlan,
     budgets: Sequence[float],
     policies: Sequence[str],
@@ -271,26 +236,52 @@ def measure_shared_gang(
     # Gradients are as large as the parameters, and so is the one moment.
     instance_bytes = round(1.5 * max(run.state_bytes for run in alone.values()))
     working_bytes = max(run.needed_bytes for run in alone.values()) - instance_bytes
-    figures: dict[str, Any] = {"instance_bytes": instance_bytes}
+    runs = {**{f"alone_{name}": run for name, run in alone.items()}, "separate": separate}
 
     def run_shared(
-        budget: float, policy: str = DEFAULT_POLICY, **more_bytes: int
-    ) -> tuple[GangRun, dict[str, Any]]:
+        name: str, budget: float, policy: str = DEFAULT_POLICY, **more_bytes: int
+    ) -> dict[str, Any]:
         accelerator = round(budget * instance_bytes + working_bytes)
         with declared_budgets(environ, accelerator=accelerator, **more_bytes):
             shared = asyncio.run(run_gang(plan, NAMES, SHARED_WORKERS, True, policy))
-        found = compare_runs(alone, separate, shared)
+        runs[name] = shared
+        found = compare_runs(alone, separate, shared) | describe_validity([shared])
         found |= describe_switches(shared.slices, shared.span_s)
-        print_progress({"budget": budget, "policy": policy, **more_bytes, **found})
-        return shared, found
+        print_progress({"run": name, "budget": budget, "policy": policy, **more_bytes, **found})
+        return found
 
-    first, found = run_shared(budgets[0])
-    figures |= found
+    figures = run_shared(DEFAULT_POLICY, budgets[0])
+    for policy in policies:
+        run_shared(policy, budgets[0], policy)
     for budget in budgets[1:]:
-        _, found = run_shared(budget)
-        figures |= {f"{key}_at_{100 * budget:.0f}": value for key, value in found.items()}
-    others = {policy: run_shared(budgets[0], policy)[0] for policy in policies}
-    _, found = run_shared(budgets[0], memory=instance_bytes // 8)
-    figures["switch_s_cold"] = found["switch_s_cold"]
-    figures |= {f"{key}_cold": found[key] for key in ("bit_equal", "switch_share")}
-    return figures | compare_policies(first, others)
+        name = f"at_{100 * budget:.0f}"
+        figures |= {f"{key}_{name}": value for key, value in run_shared(name, budget).items()}
+    cold = run_shared("cold", budgets[0], memory=instance_bytes // 8)
+    figures |= {"switch_s_cold": cold["switch_s_cold"], "instance_bytes": instance_bytes}
+    for key in ("bit_equal", "switch_share", *describe_validity([runs["cold"]])):
+        figures[f"{key}_cold"] = cold[key]
+    for policy in (DEFAULT_POLICY, *policies):
+        found = describe_validity([runs[policy]])
+        if policy != DEFAULT_POLICY:
+            found |= compare_policy(runs[DEFAULT_POLICY], runs[policy])
+        figures |= {f"{policy}_gang_{key}": value for key, value in found.items()}
+    invalid = [name for name, run in runs.items() if not run.honest["valid"]]
+    return figures | describe_validity(list(runs.values())) | {"invalid_runs": invalid}
+
+
+def combine_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the median of each figure; of checks and of the host's figures, the worst."""
+    return {key: _combine(key, [one[key] for one in rounds]) for key in rounds[0]}
+
+
+def _combine(key: str, values: Sequence[Any]) -> Any:
+    """Combine the values of one figure in several rounds; those that are None are left out."""
+    known = [value for value in values if value is not None]
+    if key == "invalid_runs":
+        return sorted({name for names in known for name in names})
+    if not known:
+        return None
+    for combine, names in WORST.items():
+        if any(name in key for name in names):
+            return combine(known)
+    return statistics.median(known)

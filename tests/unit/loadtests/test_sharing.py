@@ -1,9 +1,12 @@
-"""Cells of the colocated mode on the real mesh."""
+"""Cells of the colocated mode on the real mesh, and combined rounds of a shared gang."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from loadtests.measuring.entry import report
 from loadtests.paced.running import Arm
 from loadtests.sharing.colocation import ACCELERATORS, RATIOS, list_modes, predict_rollout_s
 from loadtests.sharing.real_colocation import (
@@ -14,6 +17,7 @@ from loadtests.sharing.real_colocation import (
     describe_choice,
     parse_cell,
 )
+from loadtests.sharing.shared_gang import combine_rounds
 from meshrl.common.job.emulation import parse_training_speed
 
 
@@ -46,3 +50,25 @@ def test_settled_step_and_choice_are_those_of_the_end() -> None:
     arm.judged.append({"from": "colocated", "to": "split", "undone": True})
     assert describe_choice(arm, case) == "colocated"
     assert describe_choice(Arm("auto"), parse_cell("1:4")) == "colocated"
+
+
+def test_rounds_are_combined_by_medians_and_the_worst_checks() -> None:
+    rounds = [
+        {"slowdown_max": 1.0, "valid": 1, "lost": 0, "invalid_runs": [], "switch_s_cold": None},
+        {"slowdown_max": 9.0, "valid": 0, "lost": 1, "invalid_runs": ["cold"], "switch_s_cold": 2},
+        {"slowdown_max": 2.0, "valid": 1, "lost": 1, "invalid_runs": ["fifo"], "switch_s_cold": 4},
+    ]
+    assert combine_rounds(rounds) == {
+        "slowdown_max": 2.0,
+        "valid": 0,
+        "lost": 2,
+        "invalid_runs": ["cold", "fifo"],
+        "switch_s_cold": 3,
+    }
+
+
+def test_invalid_figures_come_first_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    report({"bit_equal": 1, "fifo_gang": {"valid": 0}, "valid": 0, "valid_cold": 1})
+    printed = capsys.readouterr()
+    assert list(json.loads(printed.out)) == ["fifo_gang_valid", "valid", "valid_cold", "bit_equal"]
+    assert printed.err.endswith("fifo_gang_valid, valid\n")
