@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from loadtests.measuring.processes import beside, small_disk
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import jobs
 from meshrl.directory.directory_paths import read_json_or_empty
+from meshrl.view.mesh.process_usage import find_owner_job
 
 GAP_S = (2.0, 5.0)  # between the end of one fault and the next
 STOPPED_S = 8.0  # a stop lasts until the lease is gone, and at least a second more
@@ -37,6 +39,7 @@ FULL_S = (2.0, 8.0)  # how long there is no room
 DISK = "1g"  # only if the run's disk is filled
 HARMFUL = ("flip", "truncate", "empty")
 UP_S = 120.0
+AUDIT_S = 120.0
 UNREGISTERED = {
     "redis-server": "redis",
     "valkey": "redis",
@@ -51,6 +54,7 @@ class Target:
     name: str
     kind: str
     pid: int
+    job: str = ""  # for which it works alone
 
 
 class Chaos:
@@ -75,7 +79,7 @@ class Chaos:
             if phase in jobs.TERMINAL_PHASES:
                 continue
             fault = self.random.choice(self.kinds)
-            entry = {"fault": fault, "phase": phase, "at": time.time()}
+            entry = {"fault": fault, "phase": phase, "at": time.time(), "job": ""}
             match fault:
                 case "damage":
                     made = await self._damage()
@@ -84,7 +88,7 @@ class Chaos:
                 case _:
                     made = await self._hit(fault)
             if made:
-                self.report.faults.append(entry | made)
+                self.report.faults.append(entry | made | {"until": time.time()})
             else:
                 print_progress(f"no {fault} was made")
 
@@ -92,12 +96,13 @@ class Chaos:
         target = self._choose(await self._targets())
         if target is None:
             return {}
-        print_progress(f"{fault} {target.name} ({target.pid})")
+        print_progress(f"{fault} {target.name} ({target.pid}) {target.job}")
+        hit = {"name": target.name, "job": target.job, "at": time.time()}
         try:
             if fault == "kill":
                 os.kill(target.pid, signal.SIGKILL)
-                return {"name": target.name}
-            return {"name": target.name} | await self._stop(target)
+                return hit
+            return hit | await self._stop(target)
         except ProcessLookupError:
             return {}
 
@@ -165,7 +170,7 @@ class Chaos:
         words = ("status", "--stalled", "--json", "--mesh", str(self.run_dir))
         try:
             found: list[dict[str, Any]] = json.loads(await meshrl(*words, within_s=30.0))
-        except (RuntimeError, ValueError):
+        except (RuntimeError, TimeoutError, ValueError):
             return []
         return found
 
@@ -174,9 +179,10 @@ class Chaos:
     async def _targets(self) -> list[Target]:
         found = [*self._unregistered()]
         for entry in await living(self._url, connect_s=2.0):
-            found.append(Target(entry.name, entry.kind, entry.pid))
+            job = find_owner_job(entry)
+            found.append(Target(entry.name, entry.kind, entry.pid, job))
             environments = entry.stats.get("environments", {})
-            found += [Target(n, "environment", p) for n, p in environments.items() if p]
+            found += [Target(n, "environment", p, job) for n, p in environments.items() if p]
         return [t for t in found if psutil.pid_exists(t.pid)]
 
     def _unregistered(self) -> list[Target]:
@@ -226,7 +232,18 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             if faults.done():
                 faults.result()  # a failed injection is no verdict on the mesh
         summary = read_json_or_empty(out / "summary.json") | ({"phase": ""} if status else {})
-        return verdict({out: summary}, chaos.report, arguments.count)
+        return verdict({out: summary}, chaos.report, arguments.count, await audit_runs([out]))
+
+
+async def audit_runs(runs: Iterable[Path]) -> dict[Path, int]:
+    """Return the exit status of `meshrl audit` for each run; its output is printed as progress."""
+    found = {}
+    for out in runs:
+        command = (sys.executable, "-m", "meshrl", "audit", str(out), "--json")
+        audit = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr)
+        async with asyncio.timeout(AUDIT_S):
+            found[out] = await audit.wait()
+    return found
 
 
 async def _followed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadtests.chaos.pauses import describe_pauses
 from meshrl.common.state import jobs
 
 NAMED_S = 30.0  # limit for naming a stopped process that blocks others
@@ -28,14 +28,24 @@ class Report:
     def count_faults(self, fault: str) -> int:
         return sum(one["fault"] == fault for one in self.faults)
 
+    def count_hits(self, job: str) -> int:
+        """Return the faults of processes that work for a job alone; empty: for several jobs."""
+        return sum(one["job"] == job for one in self.faults)
 
-def verdict(runs: Mapping[Path, Mapping[str, Any]], report: Report, count: int) -> dict[str, Any]:
+
+def verdict(
+    runs: Mapping[Path, Mapping[str, Any]],
+    report: Report,
+    count: int,
+    audits: Mapping[Path, int],
+) -> dict[str, Any]:
     """Return one object; `ok` determines the exit status.
 
     Args:
         runs: The summary of each run, by its directory.
         report: What was done to them.
         count: Faults that were asked for.
+        audits: Exit status of `meshrl audit` for each run.
     """
     first = min((fault["at"] for fault in report.faults), default=time.time())
     found = list(runs.values())
@@ -56,7 +66,9 @@ def verdict(runs: Mapping[Path, Mapping[str, Any]], report: Report, count: int) 
         **{key: None if None in told else sum(told) for key, told in books.items()},
         "held_out_greedy": min((share or 0.0 for share in reached), default=None),
         **{f"held_out_greedy_{run.name}": s for run, s in zip(runs, reached, strict=True)},
-        "longest_pause_s": max(map(find_longest_pause_s, runs), default=None),
+        **describe_pauses(runs, report.faults),
+        "audits_failed": sum(status != 0 for status in audits.values()),
+        **{f"audit_{run.name}": status for run, status in audits.items()},
         "wall_s": max((one.get("wall_s") or 0.0 for one in found), default=None),
         "stall_named_s": None if report.unnamed else round(max(report.named_s, default=0.0), 2),
         "stalls_checked": len(report.named_s) + len(report.unnamed),
@@ -65,7 +77,7 @@ def verdict(runs: Mapping[Path, Mapping[str, Any]], report: Report, count: int) 
     }
     answer["ok"] = int(
         answer["completed"] == answer["jobs"] > 0
-        and all(answer[key] == 0 for key in BOOKS)
+        and all(answer[key] == 0 for key in (*BOOKS, "audits_failed"))
         and answer["held_out_greedy"] >= LEARNT
         and answer["continued"] >= 1
         and answer["faults"] == count
@@ -91,13 +103,3 @@ def continued(out: Path, first_fault: float) -> int:
         elif event["kind"] == "step" and event["ms"] / 1000 > first_fault:
             trained += sum(row["scored"] for row in fields["groups"] if row["group"] in opened)
     return trained
-
-
-def find_longest_pause_s(out: Path) -> float:
-    """Return the longest time between two steps of a run in seconds; 0 with fewer than two."""
-    try:
-        events = list(map(json.loads, (out / "events.jsonl").read_text().splitlines()))
-    except OSError:
-        return 0.0
-    ends = [event["ms"] / 1000 for event in events if event["kind"] == "step"]
-    return round(max((b - a for a, b in itertools.pairwise(ends)), default=0.0), 2)
