@@ -221,6 +221,9 @@ class SliceRecord:
     hidden_bytes: int  # of its kinds, loaded by a prefetch while others computed
 
 
+RETAINED_SLICES = 256  # ended ones that a scheduler explains, the last ones
+
+
 @message
 class SliceExplanation:
     """Answer to ExplainSlices."""
@@ -229,6 +232,7 @@ class SliceExplanation:
     policy: str
     decisions: list[SliceDecision]  # in the order of time
     slices: list[SliceRecord]  # in the order of grants
+    waiting: list[SliceCandidate] = field(default_factory=list)  # requests now, best first
 
 
 @message

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from meshrl.common.api.node import (
+    RETAINED_SLICES,
     ResidencyReport,
     SliceCandidate,
     SliceDecision,
@@ -14,9 +15,10 @@ from meshrl.common.api.node import (
 )
 from meshrl.common.base.clock import Clock
 from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.services.node.slices.slice_policy import RankedCandidate
 from meshrl.services.node.slices.slice_queue import Decision, SliceGrant
 
-DECISIONS, SLICES = 64, 256  # retained ones
+DECISIONS = 64  # retained ones
 
 
 class SliceHistory:
@@ -25,7 +27,7 @@ class SliceHistory:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._decisions: deque[Decision] = deque(maxlen=DECISIONS)
-        self._slices: deque[SliceRecord] = deque(maxlen=SLICES)
+        self._slices: deque[SliceRecord] = deque(maxlen=RETAINED_SLICES)
         self._running: dict[str, SliceRecord] = {}  # by ticket
         self._count = 0
         self.switch_s, self.loaded_bytes, self.hidden_bytes = 0.0, 0, 0
@@ -97,21 +99,26 @@ def _count_loaded_bytes(record: SliceRecord) -> int:
     return sum(move.size_bytes for move in record.moves if move.target == Tier.ACCELERATOR)
 
 
+def describe_candidates(ranked: Sequence[RankedCandidate], now: float) -> list[SliceCandidate]:
+    """Return waiting requests with their waits up to `now`, in the same order."""
+    return [
+        SliceCandidate(
+            one.candidate.request.instance,
+            one.candidate.request.function,
+            now - one.candidate.requested_at,
+            one.candidate.service_s,
+            one.candidate.switch_s,
+            one.score,
+        )
+        for one in ranked
+    ]
+
+
 def _describe(decision: Decision, wall_offset_s: float) -> SliceDecision:
     return SliceDecision(
         decision.now + wall_offset_s,
         decision.policy,
-        [
-            SliceCandidate(
-                one.candidate.request.instance,
-                one.candidate.request.function,
-                decision.now - one.candidate.requested_at,
-                one.candidate.service_s,
-                one.candidate.switch_s,
-                one.score,
-            )
-            for one in decision.ranked
-        ],
+        describe_candidates(decision.ranked, decision.now),
         decision.chosen.candidate.request.instance,
         decision.chosen.reason,
     )

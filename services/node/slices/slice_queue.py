@@ -199,7 +199,7 @@ class SliceQueue:
             left_s = max(0.0, grant.granted_at + grant.request.estimate_s - now)
             ends[grant.request.instance] = grant.request, left_s
             busy_s |= dict.fromkeys(grant.request.ranks, left_s)
-        ranked = self._rank_waiting(now) if self._waiting else []
+        ranked = self.rank_waiting(now) if self._waiting else []
         queued = [(chosen.request, chosen.request.estimate_s) for chosen in self._chosen.values()]
         queued += [(one.candidate.request, one.candidate.service_s) for one in ranked]
         for request, service_s in queued:
@@ -287,7 +287,7 @@ class SliceQueue:
         if all(request.ranks & busy_ranks for request, _ in self._waiting.values()):
             return []
         newly_chosen = []
-        ranked = self._rank_waiting(now)
+        ranked = self.rank_waiting(now)
         for one in ranked:
             request = one.candidate.request
             if not busy_ranks & request.ranks and not self._is_anticipating(one, now):
@@ -376,7 +376,8 @@ class SliceQueue:
 
     # -- order and use ----------------------------------------------------------------------------
 
-    def _rank_waiting(self, now: float) -> list[RankedCandidate]:
+    def rank_waiting(self, now: float) -> list[RankedCandidate]:
+        """Return the waiting requests in the order of the policy, best first."""
         candidates = [
             Candidate(
                 request,
@@ -394,7 +395,7 @@ class SliceQueue:
         """Return the best waiting candidate of another instance that needs a rank of a holder."""
         if not self._waiting:
             return None
-        candidates = (one.candidate for one in self._rank_waiting(now))
+        candidates = (one.candidate for one in self.rank_waiting(now))
         return next(
             (
                 candidate

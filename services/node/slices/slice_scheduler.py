@@ -35,7 +35,7 @@ from meshrl.common.state.pool.workers.rows import Gang
 from meshrl.services.node.slices.gang_residency import GangResidency
 from meshrl.services.node.slices.policies import DEFAULT_POLICY, POLICIES
 from meshrl.services.node.slices.residency import Residency
-from meshrl.services.node.slices.slice_history import SliceHistory
+from meshrl.services.node.slices.slice_history import SliceHistory, describe_candidates
 from meshrl.services.node.slices.slice_policy import SliceRequest
 from meshrl.services.node.slices.slice_queue import (
     ChosenRequest,
@@ -186,12 +186,14 @@ class SliceScheduler:
         return TimeSlice(request.ticket, grant.deadline - now, quantum_s, switch_s, *wait)
 
     def explain(self, request: ExplainSlices) -> SliceExplanation:
-        """Return the recent decisions and slices of this worker's gang."""
+        """Return the recent decisions and slices of this worker's gang, and what waits."""
+        now = self._mesh.clock.monotonic()
         return SliceExplanation(
             self._gang.id if self._gang else "",
             self._policy.name,
             self._history.list_decisions(request.since_s),
             self._history.list_slices(request.since_s),
+            describe_candidates(self._queue.rank_waiting(now), now),
         )
 
     def release(self, request: ReleaseSlice) -> None:

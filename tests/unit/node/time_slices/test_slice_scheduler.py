@@ -168,13 +168,19 @@ async def test_instances_on_one_worker_compute_in_sequence_and_all_progress(
 
 @story_on(on_stage)
 async def test_granted_slice_names_the_wait_for_other_jobs(stage: Stage) -> None:
-    await stage.workers()
+    _, scheduler = await stage.workers()
     (_, engine), (_, core), (_, other) = [await stage.join_instance(i) for i in range(3)]
     used: list[UsedSlice] = []
     core.on_release = engine.on_release = used.append
     first = asyncio.create_task(stage.compute("other", other, 2.0))
     await stage.clock.sleep(0.5)
-    await asyncio.gather(stage.compute("core", core, 1.0), first)
+    waiting = asyncio.create_task(stage.compute("core", core, 1.0))
+    await stage.clock.sleep(1.0)
+    [request] = scheduler.explain(ExplainSlices(0.0)).waiting
+    assert (request.instance, request.function) == ("g0.1", "generate")
+    assert request.wait_s == pytest.approx(1.0, abs=0.1)
+    await asyncio.gather(waiting, first)
+    assert scheduler.explain(ExplainSlices(0.0)).waiting == []
     await stage.compute("engine", engine, 1.0)
     assert [round(one.other_jobs_s, 1) for one in used] == [1.5, 0.0]
     assert used[0].granted_s - used[0].requested_s == pytest.approx(1.5, abs=0.1)
