@@ -42,7 +42,11 @@ CALM_S = 15.0  # that a mesh is watched while all is well
 CALM_BY_S = 300.0  # for a first step, and for a mesh to be well again
 FIRE_S = 300.0  # the longest range of a rule is three minutes
 CLEAR_S = 5.0  # that an alert does not fire until it counts as cleared
-GPUS = "meshrl_gpu_utilization"  # of hosts that have one
+# Series of meshes with GPUs, or with jobs in time slices.
+OPTIONAL = {
+    *("meshrl_gpu_utilization", "meshrl_job_slice_seconds", "meshrl_job_switch_seconds"),
+    "meshrl_job_hidden_load_share",
+}
 FASTER = 20  # times: ten minutes are half of one
 LOOKS_FASTER = 5  # how far back a rule looks: processes take as long to start as they ever do
 FOR_S = 5.0  # that a condition must hold, at most
@@ -203,8 +207,8 @@ class Trial:
         ever = "last_over_time(({})[1h:5s])"
         empty = [e for e in asked if not await self.seen.value(ever.format(e))]
         return {
-            "missing": sorted(named - await self.seen.names() - {GPUS}),
-            "empty": [e for e in empty if GPUS not in e],
+            "missing": sorted(named - await self.seen.names() - OPTIONAL),
+            "empty": [e for e in empty if not metrics(e) & OPTIONAL],
         }
 
 

@@ -28,6 +28,11 @@ def rate(name: str, labels: str, by: str) -> str:
     return f"sum by ({by}) (rate({name}{{{labels}}}{MINUTES}))"
 
 
+def slices(name: str, by: str) -> str:
+    """Return accelerators, as accelerator-seconds per second of the chosen job."""
+    return rate(f"meshrl_job_{name}_seconds", JOB, by)
+
+
 def trajectories(fate: str) -> str:
     """Return the trajectories per second of the chosen job, by their outcome."""
     return rate("meshrl_job_trajectories", f'{JOB},fate="{fate}"', "fate")
@@ -258,6 +263,33 @@ RUN = Dashboard(
                         "{{service}}",
                         rate("meshrl_busy_s", f'{JOB},kind=~"engine|hybrid"', "service"),
                     ),
+                    unit="percentunit",
+                ),
+            ),
+        ),
+        (
+            "Time slices",
+            (
+                graph(
+                    "Accelerators",
+                    "Accelerators that compute in time slices of the job, by function.",
+                    ("{{function}}", slices("slice", "function")),
+                    stacked=True,
+                ),
+                graph(
+                    "Switches",
+                    "Share of the job's accelerator time in which tensors are moved.",
+                    (
+                        "switches",
+                        f"{slices('switch', 'job')} / "
+                        f"({slices('switch', 'job')} + {slices('slice', 'job')})",
+                    ),
+                    unit="percentunit",
+                ),
+                graph(
+                    "Hidden loads",
+                    "Share of loaded bytes that prefetches loaded while others computed.",
+                    ("hidden", f"meshrl_job_hidden_load_share{{{JOB}}}"),
                     unit="percentunit",
                 ),
             ),
