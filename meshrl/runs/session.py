@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from meshrl.launch.directory_lock import handle_stop_signals
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.mesh_shape import MeshShape
 from meshrl.runs import next_commands
+from meshrl.runs.monitoring.slice_observer import SliceObserver
 from meshrl.runs.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_NOT_LEARNED
 from meshrl.view.guard import WarningGuard
 from meshrl.view.health.findings import has_failure, parse_findings
-from meshrl.view.live.run_view import GuardedView, ProgressLines, RunView, make_run_view
+from meshrl.view.live.run_view import GuardedView, ProgressLines, RunView, ScreenView, make_run_view
 from meshrl.view.recording.audit import describe_wrong_account
 from meshrl.view.recording.recorder import POLL_S, Recorder
 from meshrl.view.report import report
@@ -129,10 +131,15 @@ async def _follow_run(
 ) -> None:
     """Show the run until it is over, the user stops it, or the mesh gives up."""
     with GuardedView(run_view) as view:
-        async with aclosing(report.LivePage(recorder, view.print_line)) as page:
+        async with (
+            aclosing(report.LivePage(recorder, view.print_line)) as page,
+            SliceObserver(launcher.mesh_paths) as slices,
+        ):
             while not stop.is_set() and not launcher.failed.is_set():
                 shot = await recorder.poll()
                 if shot is not None:
+                    if isinstance(run_view, ScreenView):
+                        shot = replace(shot, slices=slices.poll_frames(shot.shared_gangs))
                     view.show(shot, recorder.rows)
                     if shot.is_terminal:
                         return

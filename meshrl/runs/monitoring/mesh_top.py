@@ -33,6 +33,7 @@ from meshrl.view.history import move_outcomes
 from meshrl.view.json_output import to_json_document
 from meshrl.view.live.run_view import ScreenView
 from meshrl.view.live.top_screen import render_screen, render_tables
+from meshrl.view.mesh.gang_slices import is_time_sliced
 from meshrl.view.mesh.mesh_frames import CURVE_STEPS, JobFrame, MeshFrame, MeshWatcher
 from meshrl.view.mesh.rates import compute_steps_per_min, compute_trained_rate, compute_wait_share
 from meshrl.view.recording.run_record import read_move_outcomes
@@ -67,7 +68,7 @@ class MeshObserver:
                 self._read_jobs.add(row.id)
                 found += await asyncio.to_thread(read_move_outcomes, Path(row.run_dir))
         self._judged_moves = move_outcomes.merge_events(self._judged_moves, found)
-        slices = await self._slices.read_frames(mesh)
+        slices = await self._slices.read_frames(list(filter(is_time_sliced, mesh.gangs)))
         return self._watcher.build_frame(move_outcomes.list_outcomes(self._judged_moves), slices)
 
 

@@ -29,6 +29,7 @@ from meshrl.directory.command_target import (
 from meshrl.directory.directory_paths import MeshPaths, format_path, read_json_or_empty
 from meshrl.directory.mesh_query import query_mesh
 from meshrl.runs.monitoring.mesh_polling import poll_mesh
+from meshrl.runs.monitoring.slice_observer import SliceObserver
 from meshrl.runs.outcome import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -47,7 +48,7 @@ from meshrl.view.history.run_snapshot import (
     parse_evaluations,
 )
 from meshrl.view.live.mesh_view import make_mesh_view
-from meshrl.view.live.run_view import make_run_view
+from meshrl.view.live.run_view import ScreenView, make_run_view
 from meshrl.view.mesh.mesh_frames import MeshWatcher
 from meshrl.view.mesh.mesh_snapshot import read_mesh_snapshot
 from meshrl.view.recording.recorder import POLL_TIMEOUT_S
@@ -180,8 +181,10 @@ async def _show_run(run: RunLocation) -> RunSnapshot | None:
             lambda state: RunObserver(state, run).read_snapshot_and_rows,
         )
         try:
-            async with aclosing(found):
+            async with aclosing(found), SliceObserver(run.mesh_paths) as slices:
                 async for last, rows in found:
+                    if isinstance(view, ScreenView):
+                        last = replace(last, slices=slices.poll_frames(last.shared_gangs))
                     view.show(last, rows)
                     if last.is_terminal:
                         break
@@ -233,9 +236,11 @@ async def _show_mesh(place: MeshPaths) -> list[JobRow]:
         found = poll_mesh(
             place, view.print_line, lambda state: MeshWatcher(state, str(place.root)).refresh
         )
-        async with aclosing(found):
+        async with aclosing(found), SliceObserver(place) as slices:
             async for watcher in found:
-                view.show(watcher.mesh, watcher.build_frame(), watcher.elapsed_s)
+                gangs = watcher.mesh.find_shared_gangs() if isinstance(view, ScreenView) else ()
+                frame = watcher.build_frame(slices=slices.poll_frames(gangs))
+                view.show(watcher.mesh, frame, watcher.elapsed_s)
                 rows = list(watcher.mesh.jobs)
                 if all(row.is_terminal for row in rows):
                     break

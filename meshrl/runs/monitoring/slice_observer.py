@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
@@ -11,33 +12,56 @@ from meshrl.common.base.errors import MeshError
 from meshrl.common.state.pool.workers.rows import Gang
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.directory.owner_mesh import open_owner_mesh
-from meshrl.view.mesh.gang_slices import is_time_sliced, read_gang_slices
-from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+from meshrl.view.guard import WarningGuard
+from meshrl.view.mesh.gang_slices import read_gang_slices
 from meshrl.view.mesh.slice_frames import WINDOW_S, GangSlicesFrame, build_slices_frame
 
 if TYPE_CHECKING:
     from meshrl.common.mesh.runtime.mesh import Mesh
 
 READ_TIMEOUT_S = 3.0  # for all gangs: the rest of a frame is shown without them
+READ_INTERVAL_S = 1.0  # between two reads of a live view
 
 
 class SliceObserver:
-    """Observer of all gangs in time slices; it connects when there is one, and once."""
+    """Observer of gangs in time slices; it connects when there is one, and once."""
 
     def __init__(self, place: MeshPaths) -> None:
-        self._place = place
+        self._place, self._guard = place, WarningGuard()
         self._connection = AsyncExitStack()
         self._mesh: Mesh | None = None
+        self._frames: tuple[GangSlicesFrame, ...] = ()
+        self._read_task: asyncio.Task[None] | None = None
+        self._next_read_s = 0.0  # monotonic
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._connection.aclose()
+        if self._read_task is not None:
+            self._read_task.cancel()
+            await asyncio.wait([self._read_task], timeout=READ_TIMEOUT_S)
+        with self._guard("the end of the connection to the mesh"):
+            await self._connection.aclose()
 
-    async def read_frames(self, mesh: MeshSnapshot) -> tuple[GangSlicesFrame, ...]:
+    def poll_frames(self, gangs: Sequence[Gang]) -> tuple[GangSlicesFrame, ...]:
+        """Return the last read frames of the gangs, and start the next read if it is due.
+
+        The caller never waits: a silent scheduler delays neither a view nor a recorder.
+        """
+        is_reading = self._read_task is not None and not self._read_task.done()
+        if gangs and not is_reading and time.monotonic() >= self._next_read_s:
+            self._next_read_s = time.monotonic() + READ_INTERVAL_S
+            self._read_task = asyncio.create_task(self._refresh(gangs), name="read time slices")
+        names = {gang.id for gang in gangs}
+        return tuple(frame for frame in self._frames if frame.gang in names)
+
+    async def _refresh(self, gangs: Sequence[Gang]) -> None:
+        with self._guard("the view of time slices"):
+            self._frames = await self.read_frames(gangs)
+
+    async def read_frames(self, gangs: Sequence[Gang]) -> tuple[GangSlicesFrame, ...]:
         """Return the frames of gangs in time slices, with the error of a silent scheduler."""
-        gangs = [gang for gang in mesh.gangs if is_time_sliced(gang)]
         if not gangs:
             return ()
         try:

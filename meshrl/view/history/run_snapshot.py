@@ -11,6 +11,7 @@ from meshrl.common.api.stats import CoreStats
 from meshrl.common.state.events import Event
 from meshrl.common.state.job_lifecycle.trajectory_accounting import TERMS
 from meshrl.common.state.jobs import TERMINAL_PHASES, JobRow, Phase
+from meshrl.common.state.pool.workers.rows import Gang
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.view.health.findings import Finding, find_problems
 from meshrl.view.health.run_figures import RunFigures, compute_truncated_share, extend_figures
@@ -23,6 +24,7 @@ from meshrl.view.mesh.job_progress import describe_no_progress
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.process_usage import find_owner_job
 from meshrl.view.mesh.rates import TokenRate, compute_trained_rate, estimate_remaining_s
+from meshrl.view.mesh.slice_frames import GangSlicesFrame
 from meshrl.view.mesh.slow_calls import find_slow_calls
 from meshrl.view.mesh.worker_lines import HiddenWorkers, WorkerLine, select_worker_lines
 
@@ -74,6 +76,8 @@ class RunSnapshot:
     worker_lines: tuple[WorkerLine, ...] = ()  # those of the job, and idle ones
     hidden_workers: HiddenWorkers = field(default_factory=HiddenWorkers)  # the others
     other_jobs: tuple[str, ...] = ()  # jobs on the same mesh that have not ended, a line each
+    shared_gangs: tuple[Gang, ...] = ()  # gangs of the job that instances share by time slices
+    slices: tuple[GangSlicesFrame, ...] = ()  # of these gangs, for a view that shows them
     block_reason: str = ""  # why the job waits or is paused; empty: it runs
     # loaded, of the engines that live
     prefix_figures: dict[str, float] = field(default_factory=dict)
@@ -187,6 +191,7 @@ def build_snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
         worker_lines=tuple(workers),
         hidden_workers=elsewhere,
         other_jobs=tuple(format_other_jobs(reading.mesh, reading.job.id)),
+        shared_gangs=reading.mesh.find_shared_gangs(reading.job.id),
         block_reason=find_block_reason(reading.job),
         prefix_figures=prefix_stats.sum_engine_figures(own),
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),

@@ -9,9 +9,16 @@ import sys
 from rich.cells import cell_len
 from rich.table import Table
 
+from meshrl.common.state.pool.workers.rows import Role
 from meshrl.view.terminal import Console
 
 COLUMN_GAP = 3  # blanks between columns
+ROLE_COLORS: dict[str, str] = {
+    Role.ROLLOUT: "cyan",
+    Role.TRAINING: "magenta",
+    Role.SCORING: "green",
+    Role.IDLE: "bright_black",
+}
 
 
 def make_table(*columns: str, wraps: bool = True) -> Table:

@@ -19,7 +19,8 @@ from meshrl.view.history.blocked_jobs import find_block_reason
 from meshrl.view.history.move_outcomes import format_outcome, format_seconds
 from meshrl.view.json_output import to_json_document
 from meshrl.view.live import console_tables
-from meshrl.view.live.run_view import ROLE_COLORS, format_tier
+from meshrl.view.live.console_tables import ROLE_COLORS
+from meshrl.view.live.run_view import format_tier
 from meshrl.view.mesh import gpu_status
 from meshrl.view.mesh.host_rows import HostRow
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot

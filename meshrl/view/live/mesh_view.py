@@ -11,6 +11,7 @@ from rich.text import Text
 from meshrl.view.live import mesh_tables
 from meshrl.view.live.run_text import format_duration, format_roles
 from meshrl.view.live.run_view import LinePrinter, ScreenView
+from meshrl.view.live.slice_tables import make_lanes
 from meshrl.view.live.top_screen import render_jobs
 from meshrl.view.mesh.mesh_frames import MeshFrame
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
@@ -66,6 +67,7 @@ def render_screen(
 ) -> RenderableType:
     """Return all jobs of a mesh, why some are blocked, and the activity of its workers."""
     parts = [*render_jobs(frame), mesh_tables.make_workers_table(mesh)]
+    parts += [make_lanes(frame.slices)] if frame.slices else []
     if ends := mesh_tables.format_exits(mesh):
         parts.append(Text("\n".join(ends), style="bold red"))
     title = Text.assemble((f"{len(mesh.jobs)} jobs", "bold"), f"  {format_duration(elapsed_s)}")

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from meshrl.common.base.host.terminal import escaped_output
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.workers.rows import Role
 from meshrl.view.guard import WarningGuard
 from meshrl.view.health.findings import Finding
 from meshrl.view.history.job_failures import (
@@ -29,6 +28,7 @@ from meshrl.view.history.job_failures import (
     format_first,
 )
 from meshrl.view.history.run_snapshot import RunSnapshot
+from meshrl.view.live.console_tables import ROLE_COLORS
 from meshrl.view.live.run_text import (
     format_duration,
     format_evaluation,
@@ -39,17 +39,12 @@ from meshrl.view.live.run_text import (
     format_step,
     format_value,
 )
+from meshrl.view.live.slice_tables import make_lanes
 from meshrl.view.mesh.prefix_stats import format_prefix_figures
 from meshrl.view.mesh.worker_lines import HiddenWorkers, WorkerLine
 from meshrl.view.terminal import Console
 
 SPARKLINE_BLOCKS = " ▁▂▃▄▅▆▇█"
-ROLE_COLORS: dict[str, str] = {
-    Role.ROLLOUT: "cyan",
-    Role.TRAINING: "magenta",
-    Role.SCORING: "green",
-    Role.IDLE: "bright_black",
-}
 CURVE_WIDTH = 60
 MAX_OTHER_JOBS = 6  # other jobs that are shown by name
 # Texts for the end of a problem, by the field of a snapshot that reports it.
@@ -186,6 +181,7 @@ def render_screen(snapshot: RunSnapshot, run_dir: Path) -> RenderableType:
         _render_progress(snapshot),
         _render_learning(snapshot),
         _render_workers(snapshot),
+        *([make_lanes(snapshot.slices)] if snapshot.slices else []),
     ]
     if snapshot.block_reason:
         parts.insert(0, Text(snapshot.block_reason, style="yellow"))

@@ -1,21 +1,24 @@
-"""Tables of a gang's slice scheduler."""
+"""Tables of a gang's slice scheduler, and lanes of its time slices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import cycle
 from string import ascii_lowercase
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from meshrl.common.api.node import SliceExplanation
 from meshrl.view.live import console_tables
-from meshrl.view.live.run_view import ROLE_COLORS
-from meshrl.view.mesh.slice_frames import WINDOW_S, GangSlicesFrame
+from meshrl.view.live.console_tables import ROLE_COLORS
+from meshrl.view.live.run_text import format_percent
+from meshrl.view.mesh.slice_frames import GangSlicesFrame
 from meshrl.view.mesh.slice_lanes import SWITCH, LaneSpan
 
-LANE_CELLS = 60  # characters of a lane
+LANE_CELLS = 60  # characters of a lane, at most
 MIN_CELL_SHARE = 0.1  # of a character: less counts as idle
 
 COLUMNS = ("at", "instance", "function", "waited", "service", "switch", "score", "reason")
@@ -45,46 +48,58 @@ def make_decisions_table(explanation: SliceExplanation) -> Table:
     return table
 
 
-def make_slices_table(frames: Sequence[GangSlicesFrame]) -> Table:
-    """Return a table with a lane for each gang: a letter is the instance that computes, `=` a
-    switch, `.` an idle accelerator.
-    """
-    table = console_tables.make_table(
-        "gang", f"last {WINDOW_S:.0f} s", "switch", "hidden", "accelerator time"
-    )
+def make_lanes(frames: Sequence[GangSlicesFrame]) -> Table:
+    """Return a block for each gang: its lane, its use by instances, and what waits."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
     for frame in frames:
-        if frame.error:
-            table.add_row(frame.gang, "-", "-", "-", frame.error)
-            continue
-        letters = _assign_letters(frame)
-        used = (
-            f"{job} {function} {seconds:.1f} s"
-            for job, functions in (frame.accelerator_s or {}).items()
-            for function, seconds in functions.items()
+        block = Text(frame.error, style="yellow") if frame.error else _GangBlock(frame)
+        grid.add_row(frame.gang, block)
+    return grid
+
+
+class _GangBlock:
+    """Lane and figures of a gang, as wide as the terminal allows.
+
+    A letter of the lane is the instance that computes, `=` a switch, `.` an idle accelerator.
+    """
+
+    def __init__(self, frame: GangSlicesFrame) -> None:
+        self._frame = frame
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        frame, window_s = self._frame, self._frame.end_s - self._frame.start_s
+        letters = dict(zip((use.instance for use in frame.uses), cycle(ascii_lowercase)))
+        yield _draw_lane(frame, letters, max(1, min(LANE_CELLS, options.max_width)))
+        total_s = idle_s = frame.workers * window_s
+        for use in frame.uses:
+            idle_s -= sum(use.accelerator_s.values())
+            about = " ".join(filter(None, (use.instance, use.job, use.role)))
+            shares = (f"{f} {format_percent(s / total_s)}" for f, s in use.accelerator_s.items())
+            letter = letters[use.instance], ROLE_COLORS.get(use.role, "")
+            yield Text.assemble(letter, f" {about}: {', '.join(shares) or 'no slice'}")
+        waits = (
+            f"{letters.get(one.instance, one.instance)} {one.function} {one.wait_s:.1f} s"
+            for one in frame.waiting
         )
-        names = ", ".join(f"{letter} {instance}" for instance, letter in letters.items())
-        hidden = "-" if frame.hidden_share is None else f"{100 * frame.hidden_share:.0f} %"
-        text = f"{', '.join(used) or 'idle'}" + (f" ({names})" if names else "")
-        table.add_row(
-            frame.gang, _draw_lane(frame, letters), f"{frame.switch_s:.1f} s", hidden, text
+        yield Text(
+            f"last {window_s:.0f} s: switches {format_percent(frame.switch_s / total_s)}, "
+            f"hidden loads {format_percent(frame.hidden_share)}, "
+            f"idle {format_percent(max(0.0, idle_s - frame.switch_s) / total_s)}; "
+            f"waiting: {', '.join(waits) or 'none'}",
+            style="dim",
         )
-    return table
 
 
-def _assign_letters(frame: GangSlicesFrame) -> dict[str, str]:
-    """Return a letter for each instance of a lane."""
-    instances = sorted({span.instance for span in frame.spans if span.instance})
-    return {one: ascii_lowercase[n % len(ascii_lowercase)] for n, one in enumerate(instances)}
-
-
-def _draw_lane(frame: GangSlicesFrame, letters: Mapping[str, str]) -> Text:
+def _draw_lane(frame: GangSlicesFrame, letters: Mapping[str, str], cells: int) -> Text:
     """Return a lane as characters, each of the span that fills most of its part of the window."""
-    cell_s = (frame.end_s - frame.start_s) / LANE_CELLS
-    longest: list[tuple[float, LaneSpan | None]] = [(0.0, None)] * LANE_CELLS
+    cell_s = (frame.end_s - frame.start_s) / cells
+    longest: list[tuple[float, LaneSpan | None]] = [(0.0, None)] * cells
     for span in frame.spans:
         first = int((span.start_s - frame.start_s) / cell_s)
         last = int((span.end_s - frame.start_s) / cell_s)
-        for cell in range(max(0, first), min(LANE_CELLS - 1, last) + 1):
+        for cell in range(max(0, first), min(cells - 1, last) + 1):
             began = frame.start_s + cell * cell_s
             inside_s = min(span.end_s, began + cell_s) - max(span.start_s, began)
             if inside_s > longest[cell][0]:

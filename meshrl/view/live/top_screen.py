@@ -11,10 +11,11 @@ from rich.text import Text
 
 from meshrl.view.history import move_outcomes
 from meshrl.view.live import console_tables
+from meshrl.view.live.console_tables import ROLE_COLORS
 from meshrl.view.live.mesh_tables import format_state, format_worker_count
 from meshrl.view.live.mesh_tables import make_moves_table as moves_table
-from meshrl.view.live.run_view import ROLE_COLORS, draw_sparkline
-from meshrl.view.live.slice_tables import make_slices_table
+from meshrl.view.live.run_view import draw_sparkline
+from meshrl.view.live.slice_tables import make_lanes
 from meshrl.view.mesh.mesh_frames import InstanceFrame, JobFrame, MeshFrame, MoveFrame
 
 MAX_MOVES = 5  # judged moves that are shown, the last ones
@@ -42,7 +43,7 @@ def render_tables(frame: MeshFrame) -> list[RenderableType]:
     if frame.instances:
         parts.append(_make_instances_table(frame.instances))
     if frame.slices:
-        parts.append(make_slices_table(frame.slices))
+        parts.append(make_lanes(frame.slices))
     for what, workers in (("idle", frame.idle), ("lost", frame.lost)):
         if workers:
             parts.append(Text(f"{what}: {' '.join(workers)}", style="dim"))

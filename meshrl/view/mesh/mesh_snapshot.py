@@ -73,6 +73,11 @@ class MeshSnapshot:
         """Return ids of the workers that a job has instances on, in any tier."""
         return {g.workers[rank] for g, r in self.find_instances(job) for rank in r.ranks}
 
+    def find_shared_gangs(self, job: str = "") -> tuple[Gang, ...]:
+        """Return the gangs that several instances share by time slices; of a `job`, its own."""
+        sliced = ((g, [one.job for one in g.instances if one.time_sliced]) for g in self.gangs)
+        return tuple(g for g, jobs in sliced if len(jobs) > 1 and (not job or job in jobs))
+
 
 async def read_mesh_snapshot(
     state: StateClient, known_jobs: Sequence[JobRow] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class LaneSpan:
     function: str = ""
     loaded_bytes: int = 0  # of a switch
     hidden_bytes: int = 0  # loaded before it, while others computed
+    ranks: int = 1  # of the gang; a run's own notes do not have them
 
     @property
     def duration_s(self) -> float:
@@ -80,13 +81,7 @@ class GangLane:
         return GangLane(
             self.gang,
             tuple(
-                LaneSpan(
-                    span.kind,
-                    max(start_s, span.start_s),
-                    min(end_s, span.end_s),
-                    *(span.job, span.instance, span.role, span.function),
-                    *(span.loaded_bytes, span.hidden_bytes),
-                )
+                replace(span, start_s=max(start_s, span.start_s), end_s=min(end_s, span.end_s))
                 for span in self.spans
                 if span.end_s > start_s and span.start_s < end_s
             ),
@@ -162,10 +157,11 @@ def build_lane(explanation: SliceExplanation, now_s: float) -> GangLane:
     spans = []
     for one in explanation.slices:
         loaded = sum(move.size_bytes for move in one.moves if move.target == Tier.ACCELERATOR)
-        about = one.job, one.instance, "", one.function
-        if one.granted_s - one.chosen_s >= MIN_SPAN_S or loaded or one.hidden_bytes:
-            moved = loaded, one.hidden_bytes
-            spans.append(LaneSpan(SWITCH, one.chosen_s, one.granted_s, *about, *moved))
         end_s = one.ended_s or max(now_s, one.granted_s)
-        spans.append(LaneSpan(SLICE, one.granted_s, end_s, *about))
+        about = one.job, one.instance, "", one.function
+        ran = LaneSpan(SLICE, one.granted_s, end_s, *about, ranks=len(one.ranks))
+        if one.granted_s - one.chosen_s >= MIN_SPAN_S or loaded or one.hidden_bytes:
+            moving = replace(ran, loaded_bytes=loaded, hidden_bytes=one.hidden_bytes)
+            spans.append(replace(moving, kind=SWITCH, start_s=one.chosen_s, end_s=one.granted_s))
+        spans.append(ran)
     return GangLane(explanation.gang, _sort(spans))

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console, RenderableType
 
-from meshrl.common.api.node import KindMove, SliceExplanation, SliceRecord
+from meshrl.common.api.node import (
+    RETAINED_SLICES,
+    KindMove,
+    SliceCandidate,
+    SliceExplanation,
+    SliceRecord,
+)
 from meshrl.common.base.files.json_lines import encode_row
+from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
+from meshrl.view.history.run_snapshot import RunSnapshot
 from meshrl.view.json_output import to_json_document
-from meshrl.view.live.slice_tables import make_slices_table
+from meshrl.view.live import mesh_view, run_view
+from meshrl.view.live.slice_tables import make_lanes
 from meshrl.view.mesh.mesh_frames import MeshFrame
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.slice_frames import GangSlicesFrame, build_slices_frame
 from meshrl.view.mesh.slice_lanes import (
     MIN_SPAN_S,
@@ -156,30 +169,84 @@ def make_frame() -> GangSlicesFrame:
         make_record(requested_s=60.0, chosen_s=60.0, granted_s=60.0, ended_s=80.0),
         make_record(
             **{"number": 2, "instance": "g0.1", "job": "b", "function": "train_step"},
+            **{"ranks": [0, 1]},
             **{"chosen_s": 80.0, "granted_s": 82.0, "ended_s": 90.0, "moves": moves},
         ),
     ]
-    return build_slices_frame(GANG, SliceExplanation("g0", "hrrs", [], records), 100.0)
+    waiting = [SliceCandidate("g0.0", "generate", 2.5, 0.5, 0.1, 5.0)]
+    return build_slices_frame(GANG, SliceExplanation("g0", "hrrs", [], records, waiting), 100.0)
 
 
-def test_frame_has_accelerator_time_of_the_window_by_job_and_function() -> None:
+def test_frame_has_accelerator_time_of_the_window_by_instance_and_function() -> None:
     frame = make_frame()
-    assert frame.accelerator_s == {"a": {"generate": 10.0}, "b": {"train_step": 16.0}}
+    assert [(use.job, use.role, use.accelerator_s) for use in frame.uses] == [
+        ("a", "rollout", {"generate": 10.0}),
+        ("b", "training", {"train_step": 16.0}),
+    ]
     assert (frame.switch_s, frame.hidden_share) == (4.0, 0.0)  # on two accelerators
     assert [span.role for span in frame.spans] == ["rollout", "training", "training"]
     document = json.loads(json.dumps(to_json_document(MeshFrame("/m", slices=(frame,)))))
     assert document["slices"][0]["spans"][0]["function"] == "generate"
 
 
+def test_window_begins_with_the_oldest_slice_that_the_scheduler_retains() -> None:
+    records = [
+        make_record(
+            **{"number": n, "requested_s": 88.0, "chosen_s": 88.0 + n / 32},
+            **{"granted_s": 88.0 + n / 32, "ended_s": 88.0 + (n + 1) / 32},
+        )
+        for n in range(RETAINED_SLICES)
+    ]
+    gang = Gang("g0", ("w0",), 1, GANG.instances[:1])
+    frame = build_slices_frame(gang, SliceExplanation("g0", "hrrs", [], records), 98.0)
+    assert (frame.start_s, frame.end_s) == (88.0, 98.0)
+    assert draw(make_lanes([frame]))[1:] == [
+        "    a g0.0 a rollout: generate 80 %",
+        "    last 10 s: switches 0 %, hidden loads -, idle 20 %; waiting: none",
+    ]
+
+
+def draw(part: RenderableType, width: int = 110) -> list[str]:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(part)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+LEGEND = [
+    "    a g0.0 a rollout: generate 17 %",
+    "    b g0.1 b training: train_step 27 %",
+    "    last 30 s: switches 7 %, hidden loads 0 %, idle 50 %; waiting: a generate 2.5 s",
+]
+
+
 def test_lane_of_a_terminal_has_a_letter_for_each_instance() -> None:
-    table = make_slices_table([make_frame(), GangSlicesFrame("g1", error="worker/w2 is away")])
-    gangs, lanes, switches, hidden, used = (list(column.cells) for column in table.columns)
-    assert gangs == ["g0", "g1"]
+    lines = draw(make_lanes([make_frame(), GangSlicesFrame("g1", error="worker/w2 is away")]))
     # 0.5 s a character, from 70 s: slices until 80 s and 90 s, a switch of 2 s
-    assert str(lanes[0]) == "a" * 20 + "=" * 4 + "b" * 16 + "." * 20
-    assert (switches[0], hidden[0]) == ("4.0 s", "0 %")
-    assert used[0] == "a generate 10.0 s, b train_step 16.0 s (a g0.0, b g0.1)"
-    assert used[1] == "worker/w2 is away"
+    lane = "a" * 20 + "=" * 4 + "b" * 16 + "." * 20
+    assert lines == [f"g0  {lane}", *LEGEND, "g1  worker/w2 is away"]
+
+
+def test_lane_of_a_narrow_terminal_is_shorter() -> None:
+    lines = draw(make_lanes([make_frame()]), width=34)
+    assert lines[0] == "g0  " + "a" * 10 + "=" * 2 + "b" * 8 + "." * 10
+    assert " ".join(" ".join(lines[1:]).split()) == " ".join(" ".join(LEGEND).split())
+
+
+def test_live_views_show_lanes_of_shared_gangs_only() -> None:
+    other = Gang("g1", ("w2",), 1, GANG.instances[:1])
+    mesh = MeshSnapshot(gangs=(GANG, other))
+    assert [mesh.find_shared_gangs(job) for job in ("", "a", "c")] == [(GANG,), (GANG,), ()]
+    run = RunSnapshot("a", Phase.TRAINING, "training", 0, 1, 8, 5.0)
+    for slices, shown in (((), []), ((make_frame(),), LEGEND)):
+        screens = [
+            run_view.render_screen(replace(run, slices=slices), Path("runs/a")),
+            mesh_view.render_screen(mesh, MeshFrame("/m", slices=slices), 5.0, "/m"),
+        ]
+        for screen in screens:
+            lines = [line.strip("│ ") for line in draw(screen)]
+            assert [line for line in lines if "g0." in line or "idle" in line] == [
+                line.strip() for line in shown
+            ]
 
 
 def test_trace_has_a_track_for_each_gang_with_switches_of_their_own() -> None:

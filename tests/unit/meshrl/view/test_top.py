@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict, replace
 from io import StringIO
@@ -23,14 +24,19 @@ from meshrl.common.state.pool.store.planner_reports import (
     JobPrediction,
     decode_move_outcome,
 )
+from meshrl.common.state.pool.workers.rows import Gang
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import EVENTS, PLANNER_ELECTION
 from meshrl.common.state.registry import RegistryEntry
+from meshrl.directory.directory_paths import MeshPaths
 from meshrl.runs.monitoring.mesh_top import TopScreen
+from meshrl.runs.monitoring.slice_observer import SliceObserver
 from meshrl.view.live.slice_tables import make_decisions_table
 from meshrl.view.live.top_screen import render_screen, render_tables
 from meshrl.view.mesh.mesh_frames import JobFrame, MeshFrame, build_frame
 from meshrl.view.mesh.rates import compute_steps_per_min, compute_wait_share
+from meshrl.view.mesh.slice_frames import GangSlicesFrame
+from tests.load import scaled
 from tests.unit.meshrl.runs.conftest import JOB, HeldMesh, held_mesh
 from tests.unit.meshrl.view.test_tables import MESH, WAITS, row
 
@@ -300,3 +306,19 @@ def test_last_frame_stays_while_redis_is_unreachable(
         assert "Redis does not answer" in output and "3/48" in output
         view.show(MeshFrame("/mesh"))
         assert "redis" not in capsys.readouterr().out
+
+
+def test_error_of_a_slice_scheduler_is_shown_and_delays_no_view(held_mesh: HeldMesh) -> None:
+    gangs = [Gang("g0", ("w0",), 1), Gang("g1", ("w1",), 1)]
+
+    async def watch() -> tuple[GangSlicesFrame, ...]:
+        async with SliceObserver(MeshPaths(held_mesh.root)) as slices:
+            assert slices.poll_frames(gangs) == (), "nothing is read yet"
+            async with asyncio.timeout(scaled(10.0)):
+                while not (found := slices.poll_frames(gangs[:1])):
+                    await asyncio.sleep(0.01)
+            assert slices.poll_frames([]) == (), "the gang is not shared any more"
+            return found
+
+    [frame] = asyncio.run(watch())
+    assert frame.gang == "g0" and "the settings contain no secret" in frame.error
