@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -94,6 +95,7 @@ class WeightStore(DeltaActor):
         self._shared_tasks = shared_tasks or SharedTasks(mesh)
         self._tracker = ChunkTracker(mesh.clock, mesh.name)
         self.delta_registry = DeltaRegistry(mesh)
+        self.checkpoint_lock = asyncio.Lock()
         self.sweeper = ChunkSweeper(
             mesh,
             chunks,
@@ -102,6 +104,7 @@ class WeightStore(DeltaActor):
             self.delta_registry,
             self._read_manifest,
             self._manifest_cache,
+            self.checkpoint_lock,
             sweep_settings,
         )
 
@@ -249,7 +252,11 @@ class WeightStore(DeltaActor):
 
     @call(Weights.save_checkpoint)
     async def save_checkpoint(self, request: Checkpoint) -> str:
-        """Write a checkpoint's manifest; it counts once a step commit names it."""
+        """Write a checkpoint's manifest; it counts once a step commit names it.
+
+        Raises:
+            NotFound: The checkpoint has no directory; a sweep may have quarantined it.
+        """
         # A replaced trainer that wakes must not overwrite the checkpoint that its successor has
         # committed, so the name includes the weights.
         name = format_checkpoint_name(request.lineage, request.step, request.weights)
@@ -263,12 +270,15 @@ class WeightStore(DeltaActor):
         if record.run_dir != row.run_dir:
             record.run_dir = row.run_dir
             await self.job_records.save(request.job)
-        await run(
-            self._write_file,
-            _checkpoint_path(row, name),
-            encode_sealed(asdict(request)),
-            deadline_s=IO_TIMEOUT_S,
-        )
+        path, content = _checkpoint_path(row, name), encode_sealed(asdict(request))
+
+        def write_manifest() -> None:
+            if not (directory := path.with_suffix("")).is_dir():
+                raise NotFound(f"checkpoint {directory} is missing", where=self.mesh.name)
+            self._write_file(path, content)
+
+        async with self.checkpoint_lock:
+            await run(write_manifest, deadline_s=IO_TIMEOUT_S)
         return name
 
     async def _mark_base_written(self, manifest: Manifest) -> None:

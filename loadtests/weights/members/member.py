@@ -13,6 +13,7 @@ import hashlib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from meshrl.common.base.digest import compute_digest
 from meshrl.common.job.config import JobConfig, RolloutConfig, TrainingConfig
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.records.checkpoints import format_checkpoint_name
 from meshrl.common.state import jobs, registry, steps
 from meshrl.common.weights import receiver
 from meshrl.common.weights.bulk.port import BulkClient
@@ -85,6 +87,9 @@ class Publisher(Actor):
         mesh, store = self._mesh, self._mesh.ref(STORE_NAME)
         step = self._step + 1
         asked = Checkpoint(self._job, 0, step, digest, {"version": step}, {})
+        name = format_checkpoint_name(0, step, digest)
+        run_dir = Path((await jobs.read_job(mesh.state, self._job)).run_dir)
+        (run_dir / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
         names = steps.VersionReferences(digest, await store.call(Weights.save_checkpoint, asked))
         begun = (mesh.state, self._job, mesh.name, mesh.token, 0)
         if step:

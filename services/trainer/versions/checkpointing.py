@@ -157,12 +157,11 @@ class CheckpointWriter:
             self._enter_phase("writing", request.step)
             await self._write_stored(request, scratch, directory)
             try:
-                if self._data.is_on_run_host:
-                    files = await run(
-                        install_checkpoint, scratch, directory, written, deadline_s=SAVE_TIMEOUT_S
-                    )
-                else:
-                    files = await self._upload_files(name, scratch, written)
+                try:
+                    await self._install(request, name, scratch, written)
+                except NotFound:
+                    # An earlier one with the same files stayed, and was quarantined just now.
+                    await self._install(request, name, scratch, written)
             except CorruptData as error:
                 about = "checkpoint", Path(error.where), error.message, ABANDONED_ACTION
                 fields = corruption.make_event_fields(*about, job=self._data.id)
@@ -173,11 +172,27 @@ class CheckpointWriter:
                 raise
         finally:
             await run(shutil.rmtree, scratch, True, deadline_s=SAVE_TIMEOUT_S)
-        store = self._mesh.ref(STORE_NAME)
-        checkpoint = replace(request, files=files)
-        await retry(self._mesh.clock, lambda: store.call(Weights.save_checkpoint, checkpoint))
         self.last_name, self.last_step = name, request.step
         self.on_written(request.step, self._mesh.clock.monotonic() - began)
+
+    async def _install(
+        self, request: Checkpoint, name: str, scratch: Path, written: dict[str, str]
+    ) -> None:
+        """Make `scratch` the checkpoint's directory on the run host, and write its manifest.
+
+        Raises:
+            CorruptData: A file is not what was `written`.
+            NotFound: The directory was quarantined meanwhile.
+        """
+        if self._data.is_on_run_host:
+            directory = self._data.run_dir / "checkpoints" / name
+            files = await self._mesh.host.run_blocking(
+                install_checkpoint, scratch, directory, written, deadline_s=SAVE_TIMEOUT_S
+            )
+        else:
+            files = await self._upload_files(name, scratch, written)
+        store, checkpoint = self._mesh.ref(STORE_NAME), replace(request, files=files)
+        await retry(self._mesh.clock, lambda: store.call(Weights.save_checkpoint, checkpoint))
 
     async def _write_stored(self, request: Checkpoint, scratch: Path, directory: Path) -> None:
         """Write the version from the store.

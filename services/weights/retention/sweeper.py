@@ -128,8 +128,10 @@ class ChunkSweeper:
         deltas: DeltaRegistry,
         read_manifest: Callable[[str], Awaitable[Manifest]],
         manifest_cache: dict[str, Manifest],
+        checkpoint_lock: asyncio.Lock,
         settings: SweepSettings,
     ) -> None:
+        self._checkpoint_lock = checkpoint_lock  # held while a checkpoint is written or moved
         self._mesh, self._chunks, self._records = mesh, chunks, records
         self._settings = settings
         self._pending_events, self._read_manifest, self._manifest_cache = (
@@ -291,10 +293,13 @@ class ChunkSweeper:
 
     async def _quarantine_checkpoint(self, path: Path, error: CorruptData) -> None:
         """Rename a corrupt checkpoint and publish an event; the previous checkpoint takes its
-        place.
+        place. One that was written again since it was read stays.
         """
 
         def quarantine() -> None:
+            with suppress(CorruptData, NotFound):
+                read_manifest(path)
+                return
             if (quarantined_path := quarantine_checkpoint(path)) is None:
                 return
             recovery = (
@@ -310,7 +315,8 @@ class ChunkSweeper:
                 )
             )
 
-        await self._run_blocking(quarantine)
+        async with self._checkpoint_lock:
+            await self._run_blocking(quarantine)
         await self._pending_events.publish_all()
 
     async def _list_contents(self, manifests: Iterable[str], are_needed: bool = False) -> set[str]:

@@ -19,6 +19,7 @@ from meshrl.common.base.random import Random
 from meshrl.common.job.config import BudgetConfig, JobConfig, TrainingConfig
 from meshrl.common.mesh.runtime.dependencies import LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.records.checkpoints import format_checkpoint_name
 from meshrl.common.state import groups, jobs, steps
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
@@ -145,6 +146,9 @@ class StoreBench:
     async def save(self, step: int, manifest: str, job: str = JOB, lineage: int = 0) -> str:
         checkpoint_state = {"version": step}
         request = Checkpoint(job, lineage, step, manifest, checkpoint_state, {})
+        run_dir = self.run_dir if job == JOB else self.root / job
+        directory = run_dir / "checkpoints" / format_checkpoint_name(lineage, step, manifest)
+        directory.mkdir(parents=True, exist_ok=True)
         name: str = await self.trainer.ref(STORE_NAME).call(Weights.save_checkpoint, request)
         return name
 

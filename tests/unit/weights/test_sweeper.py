@@ -13,6 +13,7 @@ import pytest
 from meshrl.common.api.transfer.bulk_permissions import GROUPS
 from meshrl.common.api.weights import (
     STORE_NAME,
+    Checkpoint,
     CheckpointName,
     ChunkVerification,
     ManifestRequest,
@@ -243,7 +244,7 @@ async def commit_checkpoints(store: StoreBench, count: int) -> list[tuple[str, s
         manifest = await store.stage(version)
         name = await store.save(version, manifest)
         directory = store.run_dir / "checkpoints" / name
-        directory.mkdir()
+        directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text("{}")
         await store.commit(version, manifest, name)
         committed.append((name, manifest))
@@ -279,7 +280,7 @@ async def test_slow_removal_does_not_block_the_sweeps_and_is_completed(store: St
     directory = store.run_dir / "checkpoints"
     assert [path.stem for path in directory.glob("step-*.json")] == [committed[2][0]]
     assert not any((directory / name).exists() for name, _ in committed[:2])
-    assert len(list(directory.iterdir())) == 4, "the two directories under removal remain"
+    assert len(list(directory.iterdir())) == 5, "the three directories under removal remain"
     store.host = original_host
     await store.restart_store()
     await store.clock.sleep(SOON_S)
@@ -437,3 +438,31 @@ async def test_corrupt_checkpoint_is_reported_and_the_previous_one_used(
         assert (store.run_dir / "quarantine/checkpoints" / last / "config.json").is_file()
     committed_path = find_committed(store.run_dir)
     assert committed_path is not None and committed_path.stem == before
+
+
+@story_on(on_store, "tmp_path")
+async def test_checkpoint_that_is_written_again_beside_a_sweep_stays(store: StoreBench) -> None:
+    await store.submit(keep_checkpoints=1)
+    await store.begin()
+    [(name, _)] = await commit_checkpoints(store, 1)
+    manifest_path = store.run_dir / "checkpoints" / f"{name}.json"
+    whole = manifest_path.read_bytes()
+    async with store.store.checkpoint_lock:  # a sweep has read the corrupt one, and waits
+        flip(manifest_path, whole)
+        await store.clock.sleep(SOON_S)
+        manifest_path.write_bytes(whole)
+    await store.clock.sleep(SOON_S)
+    assert manifest_path.read_bytes() == whole and manifest_path.with_suffix("").is_dir()
+    assert not await list_corruption_fields(store)
+
+
+@story_on(on_store, "tmp_path")
+async def test_checkpoint_without_its_directory_is_rejected(store: StoreBench) -> None:
+    await store.submit()
+    manifest = await store.stage(0)
+    name = await store.save(0, manifest)
+    directory = store.run_dir / "checkpoints" / name
+    directory.rmdir()
+    request = Checkpoint(JOB, 0, 0, manifest, {"version": 0}, {})
+    with pytest.raises(NotFound, match=f"checkpoint {directory} is missing"):
+        await store.trainer.ref(STORE_NAME).call(Weights.save_checkpoint, request)
