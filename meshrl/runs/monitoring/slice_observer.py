@@ -69,7 +69,7 @@ class SliceObserver:
                 connected = await self._connect()
                 found = await asyncio.gather(*(self._read_frame(connected, one) for one in gangs))
         except (TimeoutError, MeshError) as error:
-            why = str(error) or f"no answer within {READ_TIMEOUT_S:g} s"
+            why = str(error) or f"its scheduler has not answered for {READ_TIMEOUT_S:g} s"
             found = [GangSlicesFrame(gang.id, error=why) for gang in gangs]
         if all(frame.error for frame in found):  # the mesh may have restarted
             self._mesh = None
