@@ -29,6 +29,7 @@ class SliceHistory:
         self._decisions: deque[Decision] = deque(maxlen=DECISIONS)
         self._slices: deque[SliceRecord] = deque(maxlen=RETAINED_SLICES)
         self._running: dict[str, SliceRecord] = {}  # by ticket
+        self.overdue: set[str] = set()  # tickets of slices that a kill ends
         self._count = 0
         self.switch_s, self.loaded_bytes, self.hidden_bytes = 0.0, 0, 0
 
@@ -78,7 +79,9 @@ class SliceHistory:
         """Record the end of the slices without a ticket in `running`; `end` is the reason."""
         for ticket in self._running.keys() - set(running):
             record = self._running.pop(ticket)
-            self._slices.append(replace(record, ended_s=self._clock.wall(), end=end))
+            reason = "killed" if ticket in self.overdue else end
+            self._slices.append(replace(record, ended_s=self._clock.wall(), end=reason))
+            self.overdue.discard(ticket)
 
     def list_slices(self, since_s: float) -> list[SliceRecord]:
         """Return the slices that had not ended at a time, in the order of grants."""

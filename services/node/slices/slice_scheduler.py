@@ -1,9 +1,8 @@
 """Scheduler of a gang's time slices, on rank 0's worker.
 
 It has the tensors of the next instance moved, grants slices, and has holders killed that do not
-release theirs. A restarted scheduler has no
-state: instances request their slices again. Work that was running elsewhere in the gang, on a
-worker that did not die, finishes the operation in progress.
+release theirs. A restarted scheduler has no state: instances request their slices again. Work that
+was running elsewhere in the gang, on a worker that did not die, finishes the operation in progress.
 """
 
 from __future__ import annotations
@@ -44,16 +43,10 @@ from meshrl.services.node.slices.slice_queue import (
     SliceQueue,
 )
 
-KillInstanceProcess = Callable[
-    [str, int, str], Awaitable[None]
-]  # instance, generation, why; returns when dead
-HOLDER_POLL_S = (
-    2.0  # interval of checks that the holder's process is still the one that made the request
-)
-REMOVED_INSTANCE_GRACE_S = (
-    15.0  # for the operation in progress of a removed instance, until it is killed
-)
-
+# instance, generation, why; returns when dead
+KillInstanceProcess = Callable[[str, int, str], Awaitable[None]]
+HOLDER_POLL_S = 2.0  # between checks that the holder's process is the one that made the request
+REMOVED_INSTANCE_GRACE_S = 15.0  # for the operation in progress of a removed instance
 FAILURE_PAUSE_S = 1.0  # between two preparations for an instance, if they fail
 
 
@@ -411,12 +404,13 @@ class SliceScheduler:
                 f"{held_s:.1f} s"
             )
             self.killed_count += 1
+            self._history.overdue.add(slice_request.ticket)
             self._mesh.log.error(
                 "a time slice is overdue", resident=slice_request.instance, why=why
             )
             await self._kill_ranks(slice_request, sorted(slice_request.ranks), why)
         self._queue.free_killed(grant)
-        self._grant_waiting("killed")
+        self._grant_waiting("lost")
 
     async def _kill_other_ranks(self, grant: SliceGrant, why: str) -> None:
         """Kill the processes of an instance's further ranks, then free its slice."""

@@ -212,6 +212,7 @@ async def test_overdue_holder_is_killed_on_all_its_workers_and_the_next_proceeds
     assert LEASES.default_s + 1.0 <= waited <= LEASES.default_s + 3.0  # until the holder was dead
     assert sorted(stage.kills) == [("w0", "g0.1", 1), ("w1", "g0.1", 1)]
     assert scheduler.stats().killed_slices == 1
+    assert scheduler.explain(ExplainSlices(0.0)).slices[0].end == "killed"
 
 
 @story_on(on_stage)
@@ -341,6 +342,7 @@ async def test_host_suspension_extends_the_deadlines_of_holders(
 
     async def kill(instance: str, generation: int, why: str) -> None:
         kills.append(instance)
+        scheduler.release_instance(instance)  # as a worker does when a process has exited
 
     scheduler = SliceScheduler(stage.mesh("worker/w0"), "w0", kill, FullyResident(), LEASES)
     scheduler.set_gang(stage.gang)
@@ -352,6 +354,7 @@ async def test_host_suspension_extends_the_deadlines_of_holders(
     assert scheduler.stats().slice_holders == ["g0.0"] and kills == []
     await clock.sleep(5.0)
     assert scheduler.stats().slice_holders == [] and kills == ["g0.0"]
+    assert [one.end for one in scheduler.explain(ExplainSlices(0.0)).slices] == ["killed"]
     running.cancel()
 
 
