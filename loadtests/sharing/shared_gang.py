@@ -100,7 +100,7 @@ async def run_gang(
             async with record_slices(mesh) as recording:
                 handles = [await _submit(mesh, plan, names[0])]
                 if shared:
-                    await _wait_for_core(mesh, names[0])
+                    await wait_for_core(mesh, names[0])
                 for name in names[1:]:
                     handles.append(await _submit(mesh, plan, name))
                     if shared:
@@ -119,7 +119,8 @@ async def _submit(mesh: RunningMesh, plan: GangPlan, name: str) -> JobHandle:
     return await mesh.submit(JOB, name, *plan.list_overrides(NAMES.index(name)))
 
 
-async def _wait_for_core(mesh: RunningMesh, job: str) -> None:
+async def wait_for_core(mesh: RunningMesh, job: str) -> None:
+    """Wait until the planner has placed the core of a job."""
     async with asyncio.timeout(PLACED_S):
         while True:
             gangs = await pool.read_gangs(mesh.state)
