@@ -18,9 +18,7 @@ from meshrl.common.state.pool.workers.rows import WorkerRow
 class PoolSettings(ConfigTable):
     """Settings by which the planner shares the pool between jobs."""
 
-    time_slicing: bool = (
-        True  # True: engine and core of a job may share a worker if workers are few
-    )
+    time_slicing: bool = True  # True: engines and cores, also of several jobs, may share workers
     # order in which a gang's instances get time slices; see `meshrl.services.node.slices`
     slice_policy: Literal["hrrs", "fifo", "round_robin", "exhaustive"] = "hrrs"
     # jobs whose cores share workers by time slices, at most; 1: jobs wait and are paused instead
