@@ -13,7 +13,10 @@ from dataclasses import replace
 
 from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.scheduling.decisions import Decision
-from meshrl.common.state.pool.scheduling.feasibility import drop_infeasible_degrees
+from meshrl.common.state.pool.scheduling.feasibility import (
+    drop_infeasible_degrees,
+    drop_infeasible_sharing,
+)
 from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
 from meshrl.services.planner.admission.fair_shares import PoolDivision, ShareClaim, divide_pool
 from meshrl.services.planner.admission.feasibility import find_infeasible_jobs, order_runnable_jobs
@@ -69,9 +72,13 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
     )
     for failure in failed:
         draft.add_decision(failure)
+    usable = presence.usable_workers
     jobs = [
         replace(
-            job, requirements=drop_infeasible_degrees(job.requirements, presence.usable_workers)
+            job,
+            requirements=drop_infeasible_sharing(
+                drop_infeasible_degrees(job.requirements, usable), usable
+            ),
         )
         for job in order_runnable_jobs(snapshot.jobs, failed)
     ]

@@ -37,7 +37,9 @@ from meshrl.common.state.pool.workers.rows import TensorKind, Tier
 
 T = TypeVar("T")
 KINDS = (TensorKind.PARAMETERS,)  # that a batch computes with
-LoadModels = Callable[[], Awaitable[dict[str, "FrozenModel"]]]
+BuildModels = Callable[[], Awaitable[dict[str, "FrozenModel"]]]
+# Reads the models into host memory, and returns a function that puts them on the accelerator.
+ReadModels = Callable[[], Awaitable[BuildModels]]
 
 COMPUTE_TIMEOUT_S = 3600.0  # for one batch: callers set deadlines by its size
 LOAD_WAIT_S = 20.0  # for models that are being loaded; callers then retry
@@ -48,7 +50,7 @@ POLL_S = 0.25  # delay of the exit after a failed batch, whose caller gets the e
 class FrozenModel:
     engine: BuiltinEngine
     tokenizer: Tokenizer | None = None  # only a judge needs one
-    size_bytes: int = 0  # of its weights
+    size_bytes: int = 0  # of its weights and its cache
 
 
 class FrozenModels(StatelessSleeper, KindCallsMixin):
@@ -62,13 +64,13 @@ class FrozenModels(StatelessSleeper, KindCallsMixin):
     interface = Scoring
 
     def __init__(
-        self, mesh: Mesh, load_models: LoadModels, time_slices: SliceClient | None = None
+        self, mesh: Mesh, read_models: ReadModels, time_slices: SliceClient | None = None
     ) -> None:
-        """Create the actor; `load_models` loads the models after each sleep.
+        """Create the actor; `read_models` reads the models at the start and after each sleep.
 
         `time_slices`: slices of a shared accelerator; None: the actor has it alone.
         """
-        self.mesh, self._load_models = mesh, load_models
+        self.mesh, self._read_models = mesh, read_models
         self.time_slices = time_slices or SliceClient(mesh, "", "", 0)
         self.kinds = KindController(
             mesh,
@@ -103,6 +105,18 @@ class FrozenModels(StatelessSleeper, KindCallsMixin):
             "tokens_scored": self.num_tokens,
             "busy_s": self.busy_s,
         }
+
+    async def load(self) -> None:
+        """Load the models in a time slice, in which other instances leave room for them.
+
+        What is not on this host, such as version 0, is read before.
+        """
+        build = await self._read_models()
+
+        async def compute() -> None:
+            self.set_models(await build())
+
+        await self.time_slices.run_in_slice("load", compute)
 
     def set_models(self, models: dict[str, FrozenModel]) -> None:
         self._models = models
@@ -140,7 +154,8 @@ class FrozenModels(StatelessSleeper, KindCallsMixin):
 
     async def wake(self) -> None:
         """Load the same models again: they never change."""
-        self.set_models(await self._load_models())
+        build = await self._read_models()
+        self.set_models(await build())
 
     @property
     def draining(self) -> bool:
@@ -192,13 +207,16 @@ class FrozenModels(StatelessSleeper, KindCallsMixin):
             )
 
     def _collect_weights(self) -> ReleasableMemory:
-        return CombinedMemory(
-            {role: model.engine.collect_weights() for role, model in self._models.items()}
-        )
+        """Return the memory of weights and caches: a model needs both to score."""
+        parts: dict[str, ReleasableMemory] = {}
+        for role, model in self._models.items():
+            parts[role] = model.engine.collect_weights()
+            parts[f"{role} cache"] = model.engine.collect_cache()
+        return CombinedMemory(parts)
 
     async def _load_again(self, memory: ReleasableMemory) -> None:
         """Load the models from their source; the engines of the freed memory are not used again."""
-        self.set_models(await self._load_models())
+        await self.wake()
 
     async def _run_blocking(self, work: Callable[..., T], *args: Any) -> T:
         return await self._thread.run(work, *args, deadline_s=COMPUTE_TIMEOUT_S)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshrl.common.api.scoring import scoring_name
 from meshrl.common.base.errors import ConfigError, CorruptData, NotFound
@@ -32,7 +31,7 @@ from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.receiver import WeightReceiver
 from meshrl.common.weights.store.job_files import open_local_job
-from meshrl.services.scoring.frozen_models import FrozenModel, FrozenModels
+from meshrl.services.scoring.frozen_models import BuildModels, FrozenModel, FrozenModels
 
 LOAD_TIMEOUT_S = 3600.0  # to load one model into memory
 POLL_S = 0.5  # between two checks for version 0
@@ -54,10 +53,10 @@ async def run_scoring(placement: Placement) -> None:
         enabled=placement.time_sliced,
     )
 
-    async def load() -> dict[str, FrozenModel]:
-        return await load_frozen_models(mesh, data)
+    async def read() -> BuildModels:
+        return await read_frozen_models(mesh, data)
 
-    served = FrozenModels(mesh, load, turns)
+    served = FrozenModels(mesh, read, turns)
 
     def stats() -> dict[str, Any]:
         return {
@@ -70,7 +69,7 @@ async def run_scoring(placement: Placement) -> None:
     await mesh.join(served, stats=stats)
     try:
         async with record_slices(mesh, data, placement, turns, served.kinds):
-            served.set_models(await load())
+            await served.load()
             failure = await served.wait_for_failure()
     except ConfigError as error:
         why = f"the frozen models cannot be served: {error}"
@@ -86,24 +85,38 @@ async def run_scoring(placement: Placement) -> None:
     mesh.host.exit(BROKEN_EXIT_STATUS, f"{mesh.name} restarts: {failure!r}", failure)
 
 
-async def load_frozen_models(mesh: Mesh, data: JobData) -> dict[str, FrozenModel]:
-    """Return a job's frozen models by role; wait for version 0 if one starts from it."""
-    found = {}
+async def read_frozen_models(mesh: Mesh, data: JobData) -> BuildModels:
+    """Read a job's frozen models; wait for version 0 if one starts from it.
+
+    The returned function puts them on the accelerator, and returns them by role.
+    """
+    builders: dict[str, Callable[[], FrozenModel]] = {}
     for role, config in data.config.models.models_by_role.items():
         with mesh.loading():
             if config.path == INITIAL:
-                model = await _load_initial_model(mesh, data, config)
+                builders[role] = await _read_initial_model(mesh, data, config)
             else:
-                model = await mesh.host.run_blocking(
-                    _load_bundled_model, data, role, deadline_s=LOAD_TIMEOUT_S
+                builders[role] = await mesh.host.run_blocking(
+                    _read_bundled_model, data, role, deadline_s=LOAD_TIMEOUT_S
                 )
-        found[role] = model
-        mesh.telemetry.log.info("frozen model", role=role, path=model.engine.backend)
-    return found
+
+    async def build() -> dict[str, FrozenModel]:
+        found = {}
+        for role in list(builders):
+            with mesh.loading():
+                found[role] = await mesh.host.run_blocking(
+                    builders.pop(role), deadline_s=LOAD_TIMEOUT_S + BUILD_TIMEOUT_S
+                )
+            mesh.telemetry.log.info("frozen model", role=role, path=found[role].engine.backend)
+        return found
+
+    return build
 
 
-async def _load_initial_model(mesh: Mesh, data: JobData, config: FrozenModelConfig) -> FrozenModel:
-    """Load the weights of version 0, which retention keeps for frozen models."""
+async def _read_initial_model(
+    mesh: Mesh, data: JobData, config: FrozenModelConfig
+) -> Callable[[], FrozenModel]:
+    """Read the weights of version 0, which retention keeps for frozen models."""
     manifest = ""
     with mesh.wait("version 0", on=f"trainer/{data.id}"):
         while not manifest:
@@ -121,16 +134,16 @@ async def _load_initial_model(mesh: Mesh, data: JobData, config: FrozenModelConf
         ) from error
     model = load_model_config(data)
 
-    def started() -> FrozenModel:
+    def build() -> FrozenModel:
         engine = _build_engine(model, data, config)
         engine.wake(merge_adapters(model, image.tensors, data.config.lora.scale), FROZEN_VERSION)
-        return FrozenModel(engine, size_bytes=_count_bytes(image.meta_tensors))
+        return FrozenModel(engine, size_bytes=_count_bytes(engine))
 
-    return await mesh.host.run_blocking(started, deadline_s=LOAD_TIMEOUT_S + BUILD_TIMEOUT_S)
+    return build
 
 
-def _load_bundled_model(data: JobData, role: str) -> FrozenModel:
-    """Load a model from the job's bundle; raise ConfigError if it is unreadable."""
+def _read_bundled_model(data: JobData, role: str) -> Callable[[], FrozenModel]:
+    """Read a model from the job's bundle; raise ConfigError if it is unreadable."""
     config: FrozenModelConfig = getattr(data.config.models, role)
     place = data.get_frozen_model_dir(role)
     hf = load_config(place)
@@ -145,16 +158,19 @@ def _load_bundled_model(data: JobData, role: str) -> FrozenModel:
                 where=str(place),
                 fix="Choose a model with the same tokenizer",
             )
-    engine = _build_engine(hf, data, config)
     _, model = load_model(place)
-    weights = model.state_dict()
-    engine.wake(weights, FROZEN_VERSION)
     tokenizer = Tokenizer.load(place) if role == "reward" else None
-    return FrozenModel(engine, tokenizer, _count_bytes(weights))
+
+    def build() -> FrozenModel:
+        engine = _build_engine(hf, data, config)
+        engine.wake(model.state_dict(), FROZEN_VERSION)
+        return FrozenModel(engine, tokenizer, _count_bytes(engine))
+
+    return build
 
 
-def _count_bytes(weights: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in weights.values())
+def _count_bytes(engine: BuiltinEngine) -> int:
+    return engine.collect_weights().total_bytes + engine.cache_size_bytes
 
 
 def _build_engine(model: ModelConfig, data: JobData, config: FrozenModelConfig) -> BuiltinEngine:

@@ -17,7 +17,6 @@ from itertools import groupby
 
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.demand.requirements import JobRequirements, PlannedJob
-from meshrl.common.state.pool.scheduling.feasibility import count_time_sliced_floor
 
 MAX_NAMED_JOBS = 3  # number of jobs named in a reason
 
@@ -182,22 +181,21 @@ def _admit_priority_level(
 ) -> tuple[dict[str, ShareBounds], int]:
     """Return the bounds of the admitted jobs of one priority and the workers reserved for them."""
 
-    def floor(job: PlannedJob, least: int) -> int:
-        pinned = claims.get(job.id, ShareClaim()).pinned_workers
-        most = max(
-            least,
-            job.requirements.min_workers,
-            count_time_sliced_floor(job.requirements) + pinned if pinned else 0,
-        )
-        return most - job.requirements.ranks if job.id in guests else most
+    def floor(job: PlannedJob, *, is_tight: bool) -> int:
+        pinned, needs = claims.get(job.id, ShareClaim()).pinned_workers, job.requirements
+        most = max(needs.time_sliced_floor if is_tight else needs.worker_floor, needs.min_workers)
+        if pinned:
+            has_own_scoring = needs.needs_scoring and needs.can_share_scoring and not is_tight
+            most = max(most, needs.time_sliced_floor + has_own_scoring + pinned)
+        return most - needs.ranks if job.id in guests else most
 
-    full = {job.id: floor(job, job.requirements.worker_floor) for job in level_jobs}
+    full = {job.id: floor(job, is_tight=False) for job in level_jobs}
     tight = time_slicing and sum(full.values()) > free_workers
     bounds: dict[str, ShareBounds] = {}
     free = free_workers
     for job in level_jobs:
         claim = claims.get(job.id, ShareClaim())
-        least = floor(job, count_time_sliced_floor(job.requirements)) if tight else full[job.id]
+        least = floor(job, is_tight=True) if tight else full[job.id]
         if least > free:
             before = [*division.core_places]
             more = (

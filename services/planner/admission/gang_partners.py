@@ -120,12 +120,11 @@ def explain_no_shared_gang(draft: PoolDraft, guest: PlannedJob, partner: Planned
         )
     core = draft.get_instances(partner.id).core or draft.get_instances(guest.id).core
     workers = core.workers[:ranks] if core is not None else sorted(draft.usable_workers)
-    needs = list_slice_bytes(guest.requirements)
-    others = list_slice_bytes(partner.requirements)
-    reasons = [
-        explain_no_slice_room(draft, worker, {guest.id: needs, partner.id: others})
-        for worker in workers
-    ]
+    needs = {
+        job.id: list_slice_bytes(job.requirements, with_scoring=job.requirements.needs_scoring)
+        for job in (guest, partner)
+    }
+    reasons = [explain_no_slice_room(draft, worker, needs) for worker in workers]
     if reasons.count("") >= ranks:
         return ""
     why = next(filter(None, reasons), "the mesh has no workers")

@@ -19,9 +19,11 @@ from meshrl.common.state.pool.workers.rows import Tier, WorkerRow
 from meshrl.services.planner.balance.split_state import SplitState
 from meshrl.services.planner.balance.trials import COLOCATED, SPLIT
 from meshrl.services.planner.forecast.step_quantities import WorkerSplit
-from meshrl.services.planner.policies.placement import start_time_slicing
+from meshrl.services.planner.policies.placement import (
+    explain_no_engine_room,
+    start_time_slicing,
+)
 from meshrl.services.planner.pool.draft import PoolDraft
-from meshrl.services.planner.pool.residency import explain_no_slice_room
 
 # Bytes per second between an accelerator and its host, until a worker has measured them: of copies
 # in a CPU's memory, and of pinned copies over PCIe 4.
@@ -70,14 +72,14 @@ def find_other_mode(
     assert split is not None
     if state.is_colocated:
         return SPLIT, replace(split, engines=len(team.engines), shared_engines=0)
-    core, needs = team.core, {job.id: list_slice_bytes(job.requirements)}
+    core = team.core
     if (
         job.requirements.colocate != "auto"
         or not job.requirements.can_time_slice
         or not draft.snapshot.settings.time_slicing
         or core is None
         or split.shared_engines
-        or any(explain_no_slice_room(draft, worker, needs) for worker in core.workers)
+        or explain_no_engine_room(draft, job)
     ):
         return None
     ranks = len(core.workers)

@@ -19,7 +19,10 @@ from meshrl.common.state.pool.store.documents import id_sort_key
 from meshrl.common.state.pool.workers.rows import InstancePhase, Tier
 from meshrl.services.planner.admission.fair_shares import PoolDivision, has_started
 from meshrl.services.planner.policies.gang_sharing import share_core_workers
-from meshrl.services.planner.policies.placement import explain_no_engine_room
+from meshrl.services.planner.policies.placement import (
+    explain_no_engine_room,
+    explain_no_scoring_room,
+)
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement
 from meshrl.services.planner.pool.residency import explain_no_slice_room
@@ -146,8 +149,14 @@ def _explain_waiting(draft: PoolDraft, job: PlannedJob, division: PoolDivision) 
 
 
 def _explain_no_engine(draft: PoolDraft, job: PlannedJob, division: PoolDivision) -> str | None:
-    """Explain why a job without an engine gets none beside its core; None if it has or gets one."""
+    """Explain why a job gets no engine or no frozen models beside its core; None if it has them or
+    gets them.
+    """
     team, needs = draft.get_instances(job.id), job.requirements
+    lacks_scoring = needs.needs_scoring and needs.can_share_scoring and team.scoring is None
+    if lacks_scoring and division.time_slicing and (why := explain_no_scoring_room(draft, job)):
+        fix = "join a worker for them, or one with larger budgets (`--accelerator-bytes`)"
+        return f"its frozen models do not fit beside its core: {why}: {fix}"
     has_engine = not needs.needs_rollout or team.engines or team.time_sliced_engines
     has_own_workers = division.workers[job.id] >= needs.worker_floor and not needs.is_colocated
     if has_engine or has_own_workers or not division.time_slicing or not needs.can_time_slice:

@@ -13,6 +13,7 @@ from meshrl.common.job.config import (
     JobConfig,
     ModelsConfig,
     PlannerConfig,
+    PoolConfig,
     RolloutConfig,
     TrainingConfig,
 )
@@ -38,6 +39,7 @@ HOST = "one"
 SETTINGS = PoolSettings()
 SHORT_S, GONE_S, LOST_S = SETTINGS.shortage_grace_s, SETTINGS.forget_after_s, SETTINGS.worker_lost_s
 FROZEN = ModelsConfig(reference=FrozenModelConfig(path="initial"))
+NEVER = PoolConfig(colocate="never")
 Story = Callable[["PlannedMesh"], Any]
 
 
@@ -122,9 +124,9 @@ def run_planned_mesh(root: Path, story: Story) -> None:
 @pytest.mark.parametrize(
     ("config", "workers", "fix"),
     [
-        (JobConfig(models=FROZEN), 1, "--workers 2`"),
+        (JobConfig(models=FROZEN, pool=NEVER), 2, "--workers 3`"),
         (JobConfig(training=TrainingConfig(ranks=3)), 2, "--workers 3`"),
-        (JobConfig(models=FROZEN, training=TrainingConfig(ranks=2)), 2, "--workers 3`"),
+        (JobConfig(models=FROZEN, training=TrainingConfig(ranks=2)), 1, "--workers 2`"),
     ],
 )
 @story_on(run_planned_mesh, "tmp_path")
@@ -189,7 +191,7 @@ async def test_engine_with_a_lost_worker_is_formed_with_another(
 
 @story_on(run_planned_mesh, "tmp_path")
 async def test_lost_worker_is_waited_for_until_its_timeout(mesh: PlannedMesh) -> None:
-    await mesh.start(JobConfig(models=FROZEN))
+    await mesh.start(JobConfig(pool=NEVER))
     await mesh.worker("w0")
     last = await mesh.worker("w1")
     await mesh.clock.sleep(20.0)

@@ -256,10 +256,10 @@ def awake(snapshot: PoolSnapshot, job: str) -> set[str]:
 def check(snapshot: PoolSnapshot) -> None:
     """Assert the invariants of every snapshot.
 
-    A worker is in one gang. Its accelerator has one instance, or time-sliced ones: an engine and a
-    core of each of at most `jobs_per_gang` jobs, whose tensors fit. A job has one core, and its
-    gang has one host, or one network if the pool says so, with the ranks of a host next to each
-    other. An engine is on one host; an engine of several workers is not time sliced.
+    A worker is in one gang. Its accelerator has one instance, or time-sliced ones: an engine, a
+    core and frozen models of each of at most `jobs_per_gang` jobs, whose tensors fit. A job has one
+    core, and its gang has one host, or one network if the pool says so, with the ranks of a host
+    next to each other. An engine is on one host; an engine of several workers is not time sliced.
     """
     members = [worker for gang in snapshot.gangs for worker in gang.workers]
     assert len(members) == len(set(members))
@@ -290,7 +290,7 @@ def check_time_sliced(
 ) -> None:
     """Assert the invariants of the instances that take time slices on one worker."""
     assert all(r.time_sliced for r in instances)
-    assert all(r.core if r.role == Role.TRAINING else r.role == Role.ROLLOUT for r in instances)
+    assert all(r.core or r.role in (Role.ROLLOUT, Role.SCORING) for r in instances)
     assert len({(r.job, r.role) for r in instances}) == len(instances)
     jobs = {r.job for r in instances}
     assert len(jobs) <= snapshot.settings.jobs_per_gang

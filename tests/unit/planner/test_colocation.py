@@ -168,6 +168,110 @@ def test_job_colocates_where_its_largest_function_fits() -> None:
     assert "181 bytes" in explain_infeasible(larger, workers, PoolSettings())
 
 
+# -- frozen models beside the core -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "about", "roles"),
+    [
+        ([1], {}, ["core+scoring+rollout"]),
+        ([1], {"colocate": "always"}, ["core+scoring+rollout"]),
+        ([1], {"needs_rollout": False}, ["core+scoring"]),
+        ([2], {}, ["core+rollout", "scoring"]),
+        ([2], {"ranks": 2}, ["core+scoring+rollout", "core+rollout"]),
+        ([2], {"can_time_slice": False}, ["core+scoring", "rollout"]),
+        ([2], {"needs_rollout": False}, ["core", "scoring"]),
+        ([3], {"can_time_slice": False}, ["core", "scoring", "rollout"]),
+    ],
+)
+def test_frozen_models_share_the_core_only_where_workers_are_few(
+    hosts: list[int], about: dict[str, Any], roles: list[str]
+) -> None:
+    bench = start_pool(hosts, job(needs_scoring=True, **about))
+    assert sorted(bench.roles().values()) == sorted(roles)
+    requirements = bench.snapshot.jobs[0].requirements
+    assert explain_infeasible(requirements, bench.snapshot.workers, PoolSettings()) == ""
+    assert bench.snapshot.jobs[0].block_reason == ""
+
+
+def test_frozen_models_leave_the_core_for_a_joining_worker_and_return() -> None:
+    bench = start_pool([1], job(needs_scoring=True))
+    bench.update(workers=bench.snapshot.workers + pool([2]).workers[1:])
+    bench.settle()
+    assert bench.roles() == {"w0": "core+rollout", "w1": "scoring"}
+    bench.update_worker("w1", alive=False)
+    bench.settle()
+    bench.update(now_ms=bench.snapshot.now_ms + 11_000)
+    bench.settle()
+    assert bench.roles() == {"w0": "core+rollout+scoring"}
+    assert all(r.time_sliced for _, r in bench.list_instances())
+
+
+def test_frozen_models_give_their_worker_to_another_job_and_get_it_back() -> None:
+    bench = start_pool([2], job("a", needs_scoring=True))
+    assert bench.roles("a") == {"w0": "core+rollout", "w1": "scoring"}
+    late = job("b", phase=Phase.QUEUED, submitted_ms=1)
+    bench.update(jobs=(*bench.snapshot.jobs, late))
+    bench.settle()
+    assert bench.roles("a") == {"w0": "core+rollout+scoring"}
+    assert bench.roles("b") == {"w1": "core+rollout"}
+    bench.update(jobs=bench.snapshot.jobs[:1])
+    bench.settle()
+    assert bench.roles("a") == {"w0": "core+rollout", "w1": "scoring"}
+
+
+def test_frozen_models_follow_the_core_that_resumes_elsewhere() -> None:
+    bench = start_pool([1, 1], job(needs_scoring=True, max_workers=1, has_checkpoint=True))
+    assert bench.roles() == {"w0": "core+scoring+rollout"}
+    bench.drain("host0")
+    bench.settle()
+    assert bench.roles() == {"w1": "core+scoring+rollout"}
+
+
+def test_jobs_with_frozen_models_share_one_worker() -> None:
+    jobs = [
+        job(id, phase=Phase.QUEUED, submitted_ms=at, needs_scoring=True)
+        for at, id in enumerate("ab")
+    ]
+    bench = start_pool([1], *jobs)
+    assert [bench.roles(id) for id in "ab"] == [{"w0": "core+scoring+rollout"}] * 2
+
+
+def test_never_and_meshes_without_time_slices_keep_a_worker_for_frozen_models() -> None:
+    document = JobConfig().to_document()
+    never = document | {"pool": document["pool"] | {"colocate": "never"}}
+    assert not derive_requirements(never).can_share_scoring
+    bound = job(needs_scoring=True, colocate="never", can_time_slice=False, can_share_scoring=False)
+    workers = pool([2]).workers
+    why = explain_infeasible(bound.requirements, workers, PoolSettings())
+    assert "3 workers (1 for its core, 1 to roll out, 1 for its frozen models)" in why
+    free = job(needs_scoring=True).requirements
+    assert "3 workers" in explain_infeasible(free, workers, PoolSettings(time_slicing=False))
+
+
+def test_frozen_models_that_do_not_fit_beside_the_core_are_rejected_with_the_figures() -> None:
+    memory = RoleMemory(core=400, core_state=300, hybrid=200, scoring=60, engines={1: 100})
+    requirements = job(needs_scoring=True, memory=memory).requirements
+    [worker] = pool([1]).workers
+    fits = replace(worker, budget=TierBytes(accelerator=400, memory=100, disk=60))
+    assert explain_infeasible(requirements, [fits], PoolSettings()) == ""
+    small = replace(worker, budget=TierBytes(accelerator=400, memory=100, disk=59))
+    why = explain_infeasible(requirements, [small], PoolSettings())
+    assert "frozen models" in why and "560 bytes" in why and "559 bytes" in why
+    assert explain_infeasible(requirements, [small, small], PoolSettings()) == ""
+
+
+def test_frozen_models_wait_with_the_figures_where_the_core_has_too_little_space() -> None:
+    memory = RoleMemory(core=400, core_state=300, hybrid=200, scoring=60, engines={1: 100})
+    waiting = job(needs_scoring=True, memory=memory, max_workers=1)
+    bench = PlannerBench(pool([2], waiting))
+    bench.update_worker("w0", budget=TierBytes(accelerator=400, memory=100, disk=50))
+    bench.settle()
+    assert bench.roles() == {"w0": "core+rollout"}
+    reason = bench.snapshot.jobs[0].block_reason
+    assert "frozen models" in reason and "560 bytes" in reason and "550 bytes" in reason
+
+
 # -- the planner's choice --------------------------------------------------------------------------
 
 

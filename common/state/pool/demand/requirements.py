@@ -36,6 +36,8 @@ class JobRequirements:
     )
     colocate: str = "auto"  # pool.colocate: auto, always or never
     needs_scoring: bool = False  # True if it has frozen models, which one worker hosts
+    # True if frozen models can share a worker with its core by time slices
+    can_share_scoring: bool = True
     shards: int = 1
     sandboxes: int = 0
     # Isolation tier that its sandboxes need on a host, if they run the model's code; empty: any.
@@ -53,10 +55,16 @@ class JobRequirements:
     @property
     def worker_floor(self) -> int:
         """Workers for the core, the smallest engine and the frozen models. Engines take time slices
-        of the core's workers only if they always do.
+        of the core's workers only if they always do, frozen models never.
         """
         engine = self.smallest_engine if self.needs_rollout and not self.is_colocated else 0
         return self.ranks + engine + int(self.needs_scoring)
+
+    @property
+    def time_sliced_floor(self) -> int:
+        """Workers for its instances where they share the core's workers by time slices."""
+        engine = self.smallest_engine if self.needs_rollout and not self.can_time_slice else 0
+        return self.ranks + engine + int(self.needs_scoring and not self.can_share_scoring)
 
     @property
     def is_colocated(self) -> bool:
@@ -113,6 +121,7 @@ def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
         auto_expert_split=training.get("zebra", {}).get("auto", False),
         needs_rollout=_samples_trajectories(document),
         needs_scoring=any(model["path"] for model in models.values()),
+        can_share_scoring=colocate != "never",
         # an engine of several workers uses all of them at once
         can_time_slice=degrees[0] == 1 and colocate != "never",
         colocate=colocate,

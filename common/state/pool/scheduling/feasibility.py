@@ -110,27 +110,26 @@ def explain_no_residency(
     return ""
 
 
-def list_slice_bytes(requirements: JobRequirements) -> list[SliceBytes]:
-    """Return the bytes that a core's rank and an engine beside it need for their time slices."""
-    core = estimate_slice_bytes(Role.TRAINING, True, requirements.ranks, requirements)
-    engine = estimate_slice_bytes(Role.ROLLOUT, False, 1, requirements)
-    return [core, engine] if requirements.needs_rollout else [core]
+def list_slice_bytes(
+    requirements: JobRequirements, *, with_scoring: bool = False
+) -> list[SliceBytes]:
+    """Return the bytes that a core's rank and an engine beside it need for their time slices.
 
-
-def count_time_sliced_floor(requirements: JobRequirements) -> int:
-    """Return the minimum number of workers where engines and cores share workers by time slices."""
-    return (
-        requirements.ranks + int(requirements.needs_scoring)
-        if requirements.can_time_slice
-        else requirements.worker_floor
-    )
+    `with_scoring` adds those of the frozen models.
+    """
+    found = [estimate_slice_bytes(Role.TRAINING, True, requirements.ranks, requirements)]
+    if requirements.needs_rollout:
+        found.append(estimate_slice_bytes(Role.ROLLOUT, False, 1, requirements))
+    if with_scoring:
+        found.append(estimate_slice_bytes(Role.SCORING, False, 1, requirements))
+    return found
 
 
 def count_min_workers(requirements: JobRequirements, time_slicing: bool) -> int:
     """Return the minimum number of workers on which a job runs."""
     return max(
         requirements.min_workers,
-        count_time_sliced_floor(requirements) if time_slicing else requirements.worker_floor,
+        requirements.time_sliced_floor if time_slicing else requirements.worker_floor,
     )
 
 
@@ -187,7 +186,8 @@ def explain_too_few_workers(
             f"{requirements.ranks} for its core": True,
             f"{requirements.smallest_engine} to roll out": requirements.needs_rollout
             and not (turns and requirements.can_time_slice),
-            "1 for its frozen models": requirements.needs_scoring,
+            "1 for its frozen models": requirements.needs_scoring
+            and not (turns and requirements.can_share_scoring),
         }
         parts = ", ".join(role for role, is_needed in roles.items() if is_needed)
         reason = "pool.workers.least" if requirements.min_workers == least else parts
@@ -261,7 +261,7 @@ def explain_too_little_memory(
 def explain_no_colocation(
     requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
 ) -> str:
-    """Return why a job's engines cannot share the core's workers although they have to.
+    """Return why engines or frozen models cannot share the core's workers although they have to.
 
     Empty if they can, or need not: `pool.colocate` is not "always", and workers suffice.
     """
@@ -276,20 +276,45 @@ def explain_no_colocation(
             'pool.colocate = "always", but this mesh allows no time slices: set pool.colocate to '
             "auto, or pool.time_slicing in mesh.toml to true"
         )
-    enough = len(workers) >= requirements.ranks + requirements.smallest_engine + int(
-        requirements.needs_scoring
+    spare = len(workers) - requirements.ranks - int(requirements.needs_scoring)
+    if not requirements.can_time_slice and requirements.needs_rollout:
+        spare -= requirements.smallest_engine
+    shares_engine = always or (
+        requirements.needs_rollout
+        and requirements.can_time_slice
+        and spare < requirements.smallest_engine
     )
-    if not requirements.needs_rollout or (enough and not always):
-        return ""
     reasons = [
         explain_no_residency(worker.budget, list_slice_bytes(requirements)) for worker in workers
     ]
-    if reasons.count("") >= requirements.ranks:
+    if shares_engine and reasons.count("") < requirements.ranks:
+        return (
+            "an engine and the core cannot share a worker by time slices: "
+            f"{next(filter(None, reasons))}. Join workers for engines, or give them larger budgets"
+        )
+    shares_scoring = requirements.needs_scoring and spare < 0
+    if not shares_scoring or not (why := explain_no_shared_scoring(requirements, workers)):
         return ""
     return (
-        "an engine and the core cannot share a worker by time slices: "
-        f"{next(filter(None, reasons))}. Join workers for engines, or give them larger budgets"
+        f"the frozen models cannot share a worker with the core by time slices: {why}. Join a "
+        "worker for them, or one with larger budgets"
     )
+
+
+def explain_no_shared_scoring(requirements: JobRequirements, workers: Sequence[WorkerRow]) -> str:
+    """Return why frozen models fit on no worker beside core and engine; empty if they fit."""
+    needs = list_slice_bytes(requirements, with_scoring=True)
+    reasons = [explain_no_residency(worker.budget, needs) for worker in workers]
+    return "" if "" in reasons else next(iter(reasons), "")
+
+
+def drop_infeasible_sharing(
+    requirements: JobRequirements, workers: Sequence[WorkerRow]
+) -> JobRequirements:
+    """Return the requirements of frozen models with a worker of their own, if they need one."""
+    if not requirements.needs_scoring or not explain_no_shared_scoring(requirements, workers):
+        return requirements
+    return replace(requirements, can_share_scoring=False)
 
 
 def explain_no_common_location(

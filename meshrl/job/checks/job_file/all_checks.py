@@ -12,7 +12,6 @@ from meshrl.common.job.cache_memory import AUTO
 from meshrl.common.job.config import INITIAL
 from meshrl.common.job.emulation import parse_engine_speed, parse_training_emulation
 from meshrl.common.state.pool.demand.requirements import derive_requirements
-from meshrl.common.state.pool.scheduling.feasibility import count_time_sliced_floor
 from meshrl.job.checks.job_file import (
     algorithm,
     experts,
@@ -87,8 +86,8 @@ def check_workers(job: JobFile) -> None:
     if engines > 1 or not requirements.can_time_slice:  # one engine shares the core's worker
         workers = engines * requirements.smallest_engine
         parts.append((workers, "for engines, which do not share a worker by time slices"))
-    if requirements.needs_scoring:
-        parts.append((1, "for frozen models, which do not share a worker"))
+    if requirements.needs_scoring and not requirements.can_share_scoring:
+        parts.append((1, 'for frozen models, which share none with pool.colocate = "never"'))
     if (needed := sum(count for count, _ in parts)) > config.mesh.workers:
         roles = ", and ".join(f"{count} {role}" for count, role in parts)
         raise job.make_error(
@@ -101,7 +100,7 @@ def check_workers(job: JobFile) -> None:
 def check_pool(job: JobFile) -> None:
     """Check that the bounds of the job's workers leave room for its roles."""
     least, most = job.config.pool.workers.least, job.config.pool.workers.most
-    floor = count_time_sliced_floor(derive_requirements(job.config.to_document()))
+    floor = derive_requirements(job.config.to_document()).time_sliced_floor
     if most and most < least:
         raise job.make_error(
             "pool.workers.most", f"pool.workers.most = {most} is below pool.workers.least = {least}"
@@ -110,8 +109,9 @@ def check_pool(job: JobFile) -> None:
         raise job.make_error(
             "pool.workers.most",
             f"pool.workers.most = {most}, but the job needs {floor}: one for each rank of "
-            "its core, one for frozen models, and those of an engine without time slicing "
-            '(rollout.tensor_parallel above 1, or pool.colocate = "never")',
+            "its core, and those of instances without time slicing (engines with "
+            "rollout.tensor_parallel above 1, or engines and frozen models with pool.colocate = "
+            '"never")',
             "Raise pool.workers.most, or set it to 0 for no limit",
         )
 

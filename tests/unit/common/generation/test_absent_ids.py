@@ -21,7 +21,7 @@ from meshrl.common.model.files.hf_writer import save_model, state_to_hf
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.model.tokens.tokenizer import find_absent_ids
 from meshrl.services.engine.sglang.engine import SGLangEngine
-from meshrl.services.scoring.role_process import _load_bundled_model
+from meshrl.services.scoring.role_process import _read_bundled_model
 from meshrl.services.trainer.bins.packing import TrainingSequence, build_bin
 from meshrl.services.trainer.models.forward import run_forward
 from tests.sglang import counterpart
@@ -181,11 +181,11 @@ def test_bundled_models_score_by_the_ids_of_the_tokenizer(tmp_path: Path) -> Non
     tokens = np.arange(20, dtype=np.int32)
     expected = built_in("eager").score(tokens)
     for role in ("reference", "reward"):
-        scores = _load_bundled_model(data, role).engine.score(tokens)
+        scores = _read_bundled_model(data, role)().engine.score(tokens)
         np.testing.assert_allclose(scores, expected, atol=2e-5)
     with_more = replace(data, bundle=tmp_path / "bundle")
     with_more.bundle.mkdir()
     make_tokenizer(with_more.bundle, VOCAB + 21)
     (with_more.bundle / "other").symlink_to(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"models\.reference has rows for 60 ids"):
-        _load_bundled_model(with_more, "reference")
+        _read_bundled_model(with_more, "reference")()

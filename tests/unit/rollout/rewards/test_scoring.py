@@ -36,6 +36,7 @@ from meshrl.services.rollout.rewards.scoring_client import (
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 from meshrl.services.scoring.frozen_models import (
     COMPUTE_TIMEOUT_S,
+    BuildModels,
     FrozenModel,
     FrozenModels,
     escape_untrusted_parts,
@@ -141,13 +142,16 @@ class Bench:
         """Start the process again."""
         mesh = self._mesh("scoring/calc", f"scoring-{self.starts}", self.threads)
         self.starts += 1
-        served = FrozenModels(mesh, self.load)
+        served = FrozenModels(mesh, self.read)
         await mesh.join(served)
         if loaded:
-            served.set_models(await self.load())
+            await served.load()
         return served
 
-    async def load(self) -> dict[str, FrozenModel]:
+    async def read(self) -> BuildModels:
+        return self.build
+
+    async def build(self) -> dict[str, FrozenModel]:
         models = {role: FrozenModel(engine) for role, engine in self.engines.items()}
         return {"reward": FrozenModel(eager(5), self.tokenizer)} | models
 
