@@ -62,7 +62,8 @@ class SmallMesh:
                     break
                 except StateUnavailable:
                     await asyncio.sleep(POLL_S)
-        self.leader_token = await leader.campaign(self.state, PLANNER_ELECTION, "test", 120_000)
+        # Longer than any test: nothing renews it.
+        self.leader_token = await leader.campaign(self.state, PLANNER_ELECTION, "test", 3_600_000)
 
     def start_agent(
         self, *options: str, workers: int = 1, env: Mapping[str, str] = {}
