@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from meshrl.common.base.errors import MeshError
 from meshrl.common.base.random import Random
@@ -30,18 +30,18 @@ class SharedFaults:
         self.counts: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def run(self, count: int) -> None:
-        """Inject so many faults, and end when all have ended."""
+    async def run(self, count: int, planned: Sequence[str] = ()) -> None:
+        """Inject the planned faults, or so many drawn ones; end when all have ended."""
         kinds: list[Callable[[Random], str]] = [
             *[self._draw_phase] * 4,
             *[self._draw_service] * 2,
             *[self._draw_resource] * 2,
             self._draw_place,
         ]
-        for number in range(count):
+        for number in range(len(planned) or count):
             random = self.random.child(str(number))
             await self._clock.sleep(random.expovariate(1 / MEAN_INTERVAL_S))
-            what = random.choice(kinds)(random)
+            what = planned[number] if planned else random.choice(kinds)(random)
             self.world.record.log_event(f"fault {what}")
             self.counts[what.partition(" of ")[0]] = 1
             task = asyncio.create_task(self._inject(what, random), name=f"fault: {what}")
@@ -73,8 +73,10 @@ class SharedFaults:
 
     async def _inject(self, what: str, random: Random) -> None:
         if " in move of " in what:
+            action, _, name = what.partition(" in move of ")
             await self._wait_for_phases(("load", "offload"), random)
-            await self._harm(self._choose(what.rpartition(" of ")[2], random), "kill", random)
+            victim = self._choose(name, random)
+            await self._harm(self.world.leader or victim, action, random)
         elif " in " in what:
             action, _, phase = what.partition(" in ")
             victim = await self._wait_for_phases((phase,), random)

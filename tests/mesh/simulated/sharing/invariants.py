@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 from meshrl.common.base.files.offload_media import make_segment_key
@@ -13,6 +14,7 @@ from meshrl.common.state.job_lifecycle.trajectory_accounting import (
     format_violations,
 )
 from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.common.state.redis.client import StateClient
 from meshrl.services.node.worker import GangWorker
 from tests.mesh.simulated.sharing.roles import Role
 from tests.mesh.simulated.sharing.world import JOBS, SharedGang
@@ -21,6 +23,7 @@ WATCH_S = 0.5  # between two checks of copies
 COMPARE_S = 0.1
 PERSISTS_S = 8.0  # a difference that lasts longer is no message on its way
 PROGRESS_LIMIT_S = 240.0  # after the last fault
+DECISION_LIMIT_S = 30.0
 STEPS_AFTER = 1
 
 
@@ -114,18 +117,38 @@ def _compare_kinds(world: SharedGang, worker: GangWorker) -> list[str]:
     return found
 
 
+async def check_decisions(world: SharedGang) -> None:
+    """Check that a planner answers a request."""
+    request = await world.place("")
+    until = world.clock.monotonic() + DECISION_LIMIT_S
+    while world.clock.monotonic() < until:
+        recorded = await events.read_all(world.state)
+        kinds = {event.kind for event in recorded if event.fields.get("op") == request}
+        if kinds & {"place_settled", "place_declined"}:
+            return
+        await world.clock.sleep(1.0)
+    world.violate(f"no planner has answered {request} in {DECISION_LIMIT_S:g} s")
+
+
 async def check_accounts(world: SharedGang) -> None:
     """Check the account of each job, and that its steps follow each other."""
-    recorded = await events.read_all(world.state)
-    for job in JOBS:
+    for error in await list_account_errors(world.state, JOBS):
+        world.violate(error)
+
+
+async def list_account_errors(state: StateClient, names: Iterable[str]) -> list[str]:
+    """List what is wrong in the accounts of jobs; call it while no process runs."""
+    found, recorded = [], await events.read_all(state)
+    for job in names:
         own = [event for event in recorded if event.fields.get("job") == job]
-        in_flight = (await groups.count_in_flight(world.state, job)).samples
+        in_flight = (await groups.count_in_flight(state, job)).samples
         if bad := format_violations(compute_account(own, in_flight, job)):
-            world.violate(f"{job}: {bad}")
+            found.append(f"{job}: {bad}")
         steps = [event.fields["step"] for event in own if event.kind == "step"]
-        version = (await jobs.read_job(world.state, job)).version
+        version = (await jobs.read_job(state, job)).version
         if steps != list(range(1, version + 1)):
-            world.violate(f"{job}: version {version} consists of the steps {steps}")
+            found.append(f"{job}: version {version} consists of the steps {steps}")
+    return found
 
 
 def list_leftovers(world: SharedGang) -> list[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -22,15 +22,15 @@ from meshrl.common.mesh.instances.kind_calls import KindCallsMixin
 from meshrl.common.mesh.instances.kind_controller import KindController, TensorsOfKind
 from meshrl.common.mesh.instances.tiers import StatelessSleeper, TierController
 from meshrl.common.mesh.instances.time_slices import SliceClient
-from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.retry_policy import retry
-from meshrl.common.state import groups, jobs, steps
+from meshrl.common.state import jobs
 from meshrl.common.state.pool.workers import process_names
 from meshrl.common.state.pool.workers.placement import Placement, build_parser
 from meshrl.common.state.pool.workers.rows import TensorKind, Tier
 from meshrl.sim.virtual_machine import VirtualHost
 from meshrl.sim.virtual_process import VirtualProcess
+from tests.mesh.simulated.sharing.job_steps import JobSteps, Shard, repeat
 
 if TYPE_CHECKING:
     from tests.mesh.simulated.sharing.world import SharedGang
@@ -48,7 +48,6 @@ BYTES_PER_S = {Tier.MEMORY: 400e3, Tier.DISK: 150e3}
 COPIES = ("offload", "copy_offload", "_read_and_restore")  # functions of `OffloadStorage`
 COPY_POLL_S = 0.1  # between two checks for a cancellation
 ROUNDS = 2
-GROUP_S = 0.5  # of generation for a group
 MODULUS = 251  # contents are bytes
 
 
@@ -304,18 +303,14 @@ class Role(StatelessSleeper, KindCallsMixin):
 class Core(Role):
     """Core of a job: it leases groups, computes and commits steps."""
 
+    @cached_property
+    def steps(self) -> JobSteps:
+        return JobSteps(self.mesh, self.placement.job)
+
     async def run(self) -> None:
-        mesh, job = self.mesh, self.placement.job
+        mesh = self.mesh
         await mesh.join(self, stats=self.stats)
-        row = await repeat(mesh, jobs.read_job, mesh.state, job)
-        if row.phase == jobs.Phase.QUEUED:
-            first = steps.VersionReferences("m0", "c0")
-            fence = mesh.state, job, mesh.name, mesh.token
-            await repeat(mesh, steps.commit_initial, *fence, 0, first)
-            where = mesh.state, job, jobs.Phase.TRAINING, mesh.token, mesh.name
-            await repeat(mesh, jobs.set_phase, *where)
-            row = await repeat(mesh, jobs.read_job, mesh.state, job)
-        self.restore(row.version)
+        self.restore(await self.steps.start())
         mesh.ready = True
         group: list[VirtualProcess] = []
         while True:
@@ -330,15 +325,8 @@ class Core(Role):
                 await self.run_step(group)
 
     async def run_step(self, group: list[VirtualProcess]) -> None:
-        mesh, job, step = self.mesh, self.placement.job, self.version + 1
-        leased: list[int] = []
-        while True:
-            about = mesh.state, job, mesh.name, mesh.token, step, list(leased)
-            answer = await repeat(mesh, groups.lease_groups, *about)
-            leased += [row.group for row in answer.groups]
-            if answer.wait is None:
-                break
-            await mesh.clock.sleep(0.5)
+        step = self.version + 1
+        leased = await self.steps.lease(step)
 
         def add_gradient(rank: Role) -> None:
             rank.check({P: rank.version, G: rank.rounds})
@@ -357,11 +345,7 @@ class Core(Role):
             lasts_s = self.random.uniform(0.2, 0.9)
             if not await self.compute(function, kinds, changed, lasts_s, work, group):
                 return
-        references = steps.VersionReferences(f"m{step}", f"c{step}")
-        commit = steps.StepCommit(step, leased, (), references, {}, {}, step - 1)
-        fence = mesh.state, job, mesh.name, mesh.token, 0
-        await repeat(mesh, steps.commit_step, *fence, commit)
-        await repeat(mesh, steps.record_checkpoint, *fence, step, references.checkpoint)
+        await self.steps.commit(step, leased)
 
 
 class FurtherRank(Role):
@@ -389,6 +373,7 @@ class VirtualEngine(Role):
 
     async def run(self) -> None:
         mesh, job, clock = self.mesh, self.placement.job, self.mesh.clock
+        seconds = self.world.generation[job]
         await mesh.join(self, stats=self.stats)
         self.restore(0)
         mesh.ready = True
@@ -399,12 +384,12 @@ class VirtualEngine(Role):
                 await self.compute("sync", (P,), (P,), 0.1, install)
             until = clock.monotonic() + 2.0
             while clock.monotonic() < until:
-                if self.world.wanted_s[job] <= self.world.generated_s[job]:
+                if seconds.wanted_s <= seconds.generated_s:
                     await clock.sleep(0.5)
                     continue
                 lasts_s = max(0.4, min(1.5, self.slices.quantum_s))
                 await self.compute("generate", (), (KV,), lasts_s, VirtualEngine.read_parameters)
-                self.world.generated_s[job] += lasts_s
+                seconds.generated_s += lasts_s
 
     def install(self, version: int) -> None:
         self.version = version
@@ -412,39 +397,6 @@ class VirtualEngine(Role):
 
     def read_parameters(self) -> None:
         self.check({P: self.version})
-
-
-class Shard(Actor):
-    """Shard that opens groups, and finishes them when engines have generated for long enough."""
-
-    def __init__(self, world: SharedGang, mesh: Mesh, job: str) -> None:
-        self.world, self.mesh, self.job, self._operations = world, mesh, job, 0
-
-    def _name_operation(self) -> str:
-        self._operations += 1
-        return f"{self.mesh.incarnation} {self._operations}"
-
-    async def run(self) -> None:
-        mesh, world = self.mesh, self.world
-        await mesh.join(self, stats=lambda: {"job": self.job})
-        mesh.ready = True
-        fence = mesh.state, self.job, mesh.name, mesh.token
-        await repeat(mesh, groups.claim_shard, *fence)
-        found = await repeat(mesh, groups.read_open_groups, *fence[:3])
-        while True:
-            found += await repeat(mesh, groups.admit_groups, *fence, 3, self._name_operation())
-            world.wanted_s[self.job] = world.finished_s[self.job] + GROUP_S * len(found)
-            while found and world.generated_s[self.job] >= world.finished_s[self.job] + GROUP_S:
-                group = found.pop(0)
-                world.finished_s[self.job] += GROUP_S
-                done = groups.FinishedGroup(group.group, f"{group.group}", 10, group.version, 3)
-                await repeat(mesh, groups.mark_group_ready, *fence, done, self._name_operation())
-            await mesh.clock.sleep(1.0)
-
-
-async def repeat(mesh: Mesh, operation: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """Repeat an idempotent operation on Redis until it is answered."""
-    return await retry(mesh.clock, lambda: operation(*args))
 
 
 async def run_trainer(world: SharedGang, process: VirtualProcess, argv: list[str]) -> None:
@@ -470,7 +422,8 @@ async def run_shard(world: SharedGang, process: VirtualProcess, argv: list[str])
     parser.add_argument("--shard", type=int)
     arguments, _ = parser.parse_known_args(argv)
     name = process_names.shard_name(arguments.job, arguments.shard)
-    await _serve(Shard(world, world.context.open_mesh(process, name, "rollout"), arguments.job))
+    mesh = world.context.open_mesh(process, name, "rollout")
+    await _serve(Shard(mesh, arguments.job, world.generation[arguments.job]))
 
 
 async def _serve(actor: Any) -> None:

@@ -9,7 +9,8 @@ import argparse
 import asyncio
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ COMMAND = "python -m tests.mesh.simulated.sharing.runner"
 class SharedOutcome:
     seed: int
     shape: GangShape
+    planned: Sequence[str] = ()  # faults; none: they are drawn from the seed
     digest: str = ""
     violations: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -44,7 +46,8 @@ class SharedOutcome:
 
     @property
     def replay_command(self) -> str:
-        return f"{COMMAND} --seed {self.seed} --log seed-{self.seed}.log"
+        planned = f" --faults '{','.join(self.planned)}'" if self.planned else ""
+        return f"{COMMAND} --seed {self.seed}{planned} --log seed-{self.seed}.log"
 
 
 def draw_shape(seed: int) -> GangShape:
@@ -59,11 +62,14 @@ def draw_shape(seed: int) -> GangShape:
         memory_bytes,
         disk_bytes,
         random.choice(["hrrs", "hrrs", "fifo", "round_robin", "exhaustive"]),
+        random.child("planners").choice([1, 2]),
     )
 
 
-def run_seed(seed: int, log: Path | None = None) -> SharedOutcome:
-    outcome, loop = SharedOutcome(seed, draw_shape(seed)), VirtualLoop()
+def run_seed(seed: int, log: Path | None = None, planned: Sequence[str] = ()) -> SharedOutcome:
+    """Run a seed with faults that are drawn from it, or with planned ones and a standby planner."""
+    shape = replace(draw_shape(seed), planners=2) if planned else draw_shape(seed)
+    outcome, loop = SharedOutcome(seed, shape, planned), VirtualLoop()
     loop.limit_s = LIMIT_S
     outcome.cpu_s = run_scenario(loop, lambda record, root: _run(loop, record, root, outcome), log)
     outcome.virtual_s = loop.now_s
@@ -87,11 +93,12 @@ async def _run_world(world: SharedGang, random: Random, outcome: SharedOutcome) 
     watching = asyncio.create_task(invariants.watch_copies(world), name="watch copies")
     await world.clock.sleep(random.child("start").uniform(0.5, 1.5) * START_S)
     faults = SharedFaults(world, random.child("faults"))
-    await faults.run(FAULTS)
+    await faults.run(FAULTS, outcome.planned)
     faults.repair()
     outcome.faults = sorted(faults.counts)
     outcome.recovery_s = await invariants.wait_for_steps(world)
     await invariants.check_residency(world)
+    await invariants.check_decisions(world)
     watching.cancel()
     await world.stop()
     await invariants.check_accounts(world)
@@ -132,12 +139,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", default="", metavar="A:B", help="every seed from A to B - 1")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run seeds")
+    parser.add_argument("--faults", default="", help="planned faults of one seed, by commas")
     parser.add_argument("--log", type=Path, help="file for the log of all events")
     a = parser.parse_args()
     if a.seeds:
         first, _, end = a.seeds.partition(":")
         return run_seeds(list(range(int(first), int(end))), a.jobs)
-    outcome = run_seed(a.seed, a.log)
+    planned = a.faults.split(",") if a.faults else ()
+    outcome = run_seed(a.seed, a.log, planned)
     print(json.dumps(asdict(outcome), indent=1))
     return print_failures([outcome] if outcome.violations else [])
 

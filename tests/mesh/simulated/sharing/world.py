@@ -19,6 +19,7 @@ from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.launch.services import service_plan
 from meshrl.services.node.worker import GangWorker
+from meshrl.services.planner.planner import Planner
 from meshrl.sim.event_record import EventRecord
 from meshrl.sim.mesh.job.job_setup import JOB_NAME, build_config
 from meshrl.sim.mesh.runtime.programs import HOST_ID, ProcessContext
@@ -29,6 +30,7 @@ from meshrl.sim.virtual_machine import MachineClock, VirtualMachine
 from meshrl.sim.virtual_network import MemoryNetwork
 from meshrl.sim.virtual_process import VirtualProcess, VirtualProgram
 from tests.mesh.simulated.sharing import roles
+from tests.mesh.simulated.sharing.job_steps import Generation
 from tests.mesh.simulated.sharing.roles import PacedHost, Role
 
 STEPS = 100_000  # more than a run makes
@@ -51,6 +53,7 @@ class GangShape:
     memory_bytes: int = 0
     disk_bytes: int = 0
     policy: str = "hrrs"
+    planners: int = 1  # all but the first stand by
 
     @property
     def options(self) -> list[str]:
@@ -92,11 +95,7 @@ class SharedGang:
         self.machine.programs = self.context.build_programs() | programs
         self.roles: dict[str, Role] = {}  # the newest of each name
         self.violations: list[str] = []
-        self.wanted_s, self.generated_s, self.finished_s = (
-            defaultdict[str, float](float),  # seconds of generation, by job
-            defaultdict[str, float](float),
-            defaultdict[str, float](float),
-        )
+        self.generation = {job: Generation() for job in JOBS}
         self._used: dict[str, dict[int, int]] = defaultdict(dict)  # bytes by worker and pid
         # by worker: each process that computes, with True if it takes time slices
         self._computing: dict[str, dict[Role, bool]] = defaultdict(dict)
@@ -121,11 +120,12 @@ class SharedGang:
             await jobs.submit(self.state, job, document, str(self.root), f"submit {job}")
         await self.place(JOBS[0])
 
-    async def place(self, partner: str) -> None:
-        """Request that the second job is placed with another one, or apart."""
+    async def place(self, partner: str) -> str:
+        """Request that the second job is placed with another one, or apart; return the request."""
         self._requests += 1
         request = PoolRequest(f"place {self._requests}", "place", job=JOBS[1], partner=partner)
         await pool.submit_request(self.state, request)
+        return request.op
 
     async def _start(self, program: Any, process: VirtualProcess, argv: list[str]) -> None:
         await self.clock.sleep(self.random.child(f"start {process.label}").uniform(*START_S))
@@ -133,7 +133,7 @@ class SharedGang:
 
     async def _run_launcher(self, process: VirtualProcess, argv: list[str]) -> None:
         services = [
-            service_plan.make_planner("planner/0", False),
+            *(service_plan.make_planner(f"planner/{n}", n > 0) for n in range(self.shape.planners)),
             service_plan.make_agent(
                 HOST_ID, self.shape.workers, "cpu", ("shards",), *self.shape.options
             ),
@@ -165,6 +165,17 @@ class SharedGang:
                 if isinstance(actor, GangWorker):
                     found[process.name] = actor
         return found
+
+    @property
+    def leader(self) -> VirtualProcess | None:
+        """Planner that leads and runs; None while no one does."""
+        for process in self.machine.live_processes:
+            is_planner = process.kind == "planner" and process.name in self.context.meshes
+            if is_planner and not process.is_stopped:
+                actor = self.context.meshes[process.name]._actor
+                if isinstance(actor, Planner) and actor.fencing_token:
+                    return process
+        return None
 
     def count_bytes(self, role: Role, size_bytes: int) -> None:
         """Count bytes that a process takes on its worker's accelerator."""
