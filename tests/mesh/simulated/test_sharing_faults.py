@@ -9,12 +9,18 @@ from typing import NamedTuple
 
 import pytest
 
+from meshrl.common.api.node import CreateSegment, SegmentLocation
+from meshrl.common.base.files.offload_media import make_segment_key
 from meshrl.common.base.host.settings import make_offload_path
+from meshrl.common.mesh.process.diagnosis.host_limits import FreeSpace
 from meshrl.common.state.pool.scheduling.decisions import RemoveInstance
-from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.common.state.pool.workers.rows import Tier, TierBytes
 from tests.mesh.simulated.shared_gang import FLOATS, INSTANCES, PHASES, WHY, SharedGang, SharedRole
+from tests.mesh.simulated.sharing.invariants import list_account_errors
 from tests.mesh.simulated.virtual_meshes import run_on_kind
 
+MEMORY_BUDGET = 1_000_000  # bytes of all copies on a worker, and as much again
+COPY_ROOM = 230_000  # bytes of the two largest copies; the others are on disk
 PROCESSES = ("trainer/cores", "rank/cores/1", "engine/g0.0", "engine/g0.2")
 
 
@@ -70,13 +76,21 @@ async def sleep_and_wake(gang: SharedGang, role: SharedRole) -> None:
 
 
 async def tear_copies(gang: SharedGang, role: SharedRole) -> None:
-    truncate_copies(role.mesh.settings.make_offload_directory(role.worker), role.name)
-
-
-def truncate_copies(directory: str, name: str) -> None:
+    directory = role.mesh.settings.make_offload_directory(role.worker)
+    segments = gang.find_worker(role.worker).segments
     for kind in FLOATS:
-        if (file := make_offload_path(directory, name, kind)).exists():
-            file.write_bytes(file.read_bytes()[:-1])
+        in_memory = segments.find(make_segment_key(role.name, kind))
+        tear_copy(make_offload_path(directory, role.name, kind), in_memory)
+
+
+def tear_copy(file: Path, in_memory: SegmentLocation) -> None:
+    if file.exists():
+        file.write_bytes(file.read_bytes()[:-1])
+    if in_memory.path:
+        half = in_memory.size_bytes // 2
+        with open(in_memory.path, "r+b") as segment:
+            segment.seek(half)
+            segment.write(bytes(in_memory.size_bytes - half))
 
 
 async def fill_disk(gang: SharedGang, role: SharedRole) -> None:
@@ -85,13 +99,29 @@ async def fill_disk(gang: SharedGang, role: SharedRole) -> None:
     gang.machine.disk.clear_faults()
 
 
+async def fill_memory(gang: SharedGang, role: SharedRole) -> None:
+    gang.machine.free_space = FreeSpace(memory_bytes=0, disk_bytes=1 << 40)
+    await gang.until_steps(3, 60.0)  # kinds leave for the disk
+    gang.machine.free_space = None
+
+
+async def fill_memory_budget(gang: SharedGang, role: SharedRole) -> None:
+    worker, name = gang.find_worker(role.worker), "engine/asleep"
+    size_bytes = MEMORY_BUDGET - worker.segments.total_bytes
+    worker._budgets.record_usage(name, TierBytes(memory=size_bytes))
+    worker.segments.create(CreateSegment(make_segment_key(name), size_bytes))
+    await gang.until_steps(3, 60.0)
+    worker.segments.delete_process(name)
+    worker._budgets.remove(name)
+
+
 class Expectation(NamedTuple):
     """Consequences of a fault for an instance and for the others."""
 
     within_s: float = 30.0  # until the others have computed three more steps
     keeps_own: bool = False  # the failing instance loses no tensor either
     keeps_others: bool = True
-    memory_bytes: int = 0  # of the workers; 0: no limit
+    memory_bytes: int = 0  # of the workers; 0: no limit. 1: all copies are on disk
 
 
 FAULTS: dict[Callable[[SharedGang, SharedRole], Awaitable[None]], Expectation] = {
@@ -105,18 +135,34 @@ FAULTS: dict[Callable[[SharedGang, SharedRole], Awaitable[None]], Expectation] =
     replace_instance: Expectation(),
     remove_instance: Expectation(),
     sleep_and_wake: Expectation(keeps_own=True),
-    tear_copies: Expectation(memory_bytes=1),  # all copies are on disk
+    tear_copies: Expectation(memory_bytes=1),
     fill_disk: Expectation(memory_bytes=1, keeps_own=True),
+    fill_memory: Expectation(keeps_own=True),
+    fill_memory_budget: Expectation(keeps_own=True, memory_bytes=MEMORY_BUDGET),
 }
+
+
+def choose_target(phase: str, number: int, has_memory: bool) -> str:
+    """Choose a process that enters the phase."""
+    match phase, PROCESSES[number % len(PROCESSES)]:
+        case "granted", "rank/cores/1":
+            return "trainer/cores"  # it has the slice of both ranks
+        case "write_back", name:  # on its worker the core is needed last
+            return name if name != "engine/g0.0" and has_memory else "trainer/cores"
+        case "prefetch", name:  # the core leaves for the others
+            return name if name == "rank/cores/1" and has_memory else "trainer/cores"
+        case _, name:
+            return name
+
+
 CASES = [
-    (phase, fault, PROCESSES[(row + column) % 4])
+    (phase, fault, choose_target(phase, row + column, FAULTS[fault].memory_bytes != 1))
     for row, phase in enumerate(PHASES)
     for column, fault in enumerate(FAULTS)
-    if (phase, FAULTS[fault].memory_bytes) != ("write_back", 1)  # which needs room in memory
 ]
 
 
-@pytest.mark.rotating(58)
+@pytest.mark.rotating(len(CASES))  # one a day
 @pytest.mark.parametrize(
     ("phase", "fault", "target"), CASES, ids=lambda it: getattr(it, "__name__", it)
 )
@@ -126,22 +172,23 @@ def test_other_instances_continue_and_no_step_is_lost(
     target: str,
     tmp_path: Path,
 ) -> None:
-    if (phase, target) == ("granted", "rank/cores/1"):
-        target = "trainer/cores"  # it has the slice of both ranks
-    if (phase, target) == ("write_back", "engine/g0.0"):
-        target = "trainer/cores"  # which is needed later on that worker, and so is written back
-
     async def story(gang: SharedGang) -> None:
         expected = FAULTS[fault]
-        await gang.start(expected.memory_bytes)
+        memory_bytes = expected.memory_bytes
+        if phase in ("prefetch", "write_back") and memory_bytes == 1:  # they need some memory
+            memory_bytes = COPY_ROOM
+        await gang.start(memory_bytes, prefetches=phase == "prefetch")
         role = await gang.until_phase(phase, target)
         restores = gang.restores.copy()
         await fault(gang, role)
         await gang.until_steps(3, expected.within_s, INSTANCES.keys() - {role.seat.job})
         await gang.until_steps(3, 120.0)
+        await gang.until_committed(1, 30.0)
         lost = (gang.restores - restores).keys()
         assert not expected.keeps_own or role.seat.job not in lost
         assert not expected.keeps_others or lost <= {role.seat.job}
+        gang.stop()
+        assert not await list_account_errors(gang.state, INSTANCES)
         assert not gang.machine.failures
 
     run_on_kind(SharedGang, tmp_path, story)
