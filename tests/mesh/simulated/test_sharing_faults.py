@@ -101,18 +101,29 @@ async def fill_disk(gang: SharedGang, role: SharedRole) -> None:
 
 async def fill_memory(gang: SharedGang, role: SharedRole) -> None:
     gang.machine.free_space = FreeSpace(memory_bytes=0, disk_bytes=1 << 40)
-    await gang.until_steps(3, 60.0)  # kinds leave for the disk
+    role.process.kill()  # which frees its memory: that of the next process has to leave for a disk
+    await gang.until_steps(3, 60.0)
+    assert any(one.kinds.stored_bytes[Tier.DISK] for one in gang.list_roles(role.worker))
     gang.machine.free_space = None
 
 
 async def fill_memory_budget(gang: SharedGang, role: SharedRole) -> None:
-    worker, name = gang.find_worker(role.worker), "engine/asleep"
-    size_bytes = MEMORY_BUDGET - worker.segments.total_bytes
-    worker._budgets.record_usage(name, TierBytes(memory=size_bytes))
-    worker.segments.create(CreateSegment(make_segment_key(name), size_bytes))
-    await gang.until_steps(3, 60.0)
-    worker.segments.delete_process(name)
-    worker._budgets.remove(name)
+    sleeper = "engine/asleep"
+    workers = [gang.find_worker(f"worker/{name}") for name in ("w0", "w1")]
+    for worker in workers:
+        size_bytes = MEMORY_BUDGET - worker.segments.total_bytes
+        worker._budgets.record_usage(sleeper, TierBytes(memory=size_bytes))
+        worker.segments.create(CreateSegment(make_segment_key(sleeper), size_bytes))
+    asleep = replace(INSTANCES[role.seat.job], tier=Tier.MEMORY, epoch=2)
+    await gang.place(asleep)
+    await gang.until_steps(3, 60.0, INSTANCES.keys() - {role.seat.job})
+    assert not role.kinds.is_asleep
+    for worker in workers:
+        worker.segments.delete_process(sleeper)
+        worker._budgets.remove(sleeper)
+    await gang.clock.sleep(20.0)
+    assert role.kinds.is_asleep
+    await gang.place(replace(asleep, tier=Tier.ACCELERATOR, epoch=3))
 
 
 class Expectation(NamedTuple):
@@ -137,7 +148,7 @@ FAULTS: dict[Callable[[SharedGang, SharedRole], Awaitable[None]], Expectation] =
     sleep_and_wake: Expectation(keeps_own=True),
     tear_copies: Expectation(memory_bytes=1),
     fill_disk: Expectation(memory_bytes=1, keeps_own=True),
-    fill_memory: Expectation(keeps_own=True),
+    fill_memory: Expectation(),
     fill_memory_budget: Expectation(keeps_own=True, memory_bytes=MEMORY_BUDGET),
 }
 
