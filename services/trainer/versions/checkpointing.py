@@ -182,7 +182,7 @@ class CheckpointWriter:
 
         Raises:
             CorruptData: A file is not what was `written`.
-            NotFound: The directory was quarantined meanwhile.
+            NotFound: A sweep quarantined the directory during this call.
         """
         if self._data.is_on_run_host:
             directory = self._data.run_dir / "checkpoints" / name
