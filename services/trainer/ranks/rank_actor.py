@@ -99,8 +99,11 @@ class SleepingRows:
         elif order.action == "resume":
             await self._resume(order.metadata)
         elif order.action in ("discard", "forget"):
-            self._copy_tier, kinds.is_asleep = Tier.ACCELERATOR, False
-            await kinds.drop_copies()
+            kinds.is_asleep = False
+            try:
+                await kinds.drop_copies()
+            finally:
+                self._copy_tier = Tier.ACCELERATOR  # `set_tier` waits for it
 
     def reset(self) -> None:
         """Reset the tiers when the rows are created again; offloaded state stays for `resume`."""
