@@ -171,6 +171,7 @@ SETTINGS = {
 }
 LOOK_S = 5.0
 LEAST_LOOKS = 8  # however short it is to take
+LEAST_IN_HALF = 3  # samples of the second half, however long each takes on a busy host
 UP_S = 180.0
 FLAT = 0.02  # of its median, by which a process's memory may rise over the second half
 KEYS = 20  # temporary keys of Redis
@@ -193,7 +194,11 @@ class Soak:
             await asyncio.sleep(0.5)
         begun = time.monotonic()
         every_s = min(LOOK_S, seconds / LEAST_LOOKS)
-        while (at := time.monotonic() - begun) < seconds or len(self.steps) < LEAST_LOOKS:
+        while (
+            (at := time.monotonic() - begun) < seconds
+            or len(self.steps) < LEAST_LOOKS
+            or len(second_half(self.steps, at)) < LEAST_IN_HALF
+        ):
             if not psutil.pid_exists(launcher):
                 raise RuntimeError("the run ended")
             with contextlib.suppress(MeshError, TimeoutError):  # a sample that fails is one less
@@ -212,12 +217,13 @@ class Soak:
     def judged(self) -> dict[str, Any]:
         """Return figures of processes that ran throughout; `exceeds` lists the growing ones."""
         end = self.steps[-1][0]
+        looks = len(second_half(self.steps, end))
         steps_s = slope(second_half(self.steps, end))
         exceeds: list[str] = []
         figures: dict[str, Any] = {}
         for name, samples in sorted(self.series.items()):
             half = second_half(samples, end)
-            if len(half) < 3 or half[0][0] > 0.6 * end or half[-1][0] < 0.9 * end:
+            if len(half) < max(LEAST_IN_HALF, 0.9 * looks):
                 continue  # a process that came or went
             told = {
                 "first": samples[0][1],

@@ -133,7 +133,7 @@ class StateClient:
         """
         common: dict[str, Any] = {
             "socket_timeout": SOCKET_TIMEOUT_S,
-            "socket_connect_timeout": min(2.0, connect_timeout_s),
+            "socket_connect_timeout": min(SOCKET_TIMEOUT_S, connect_timeout_s),
             "decode_responses": True,
             "protocol": 2,
         }
@@ -148,7 +148,11 @@ class StateClient:
             sync_pool = redis.ConnectionPool.from_url(
                 url,
                 retry=Retry(BACKOFF, RENEWAL_RETRIES),
-                **common | {"socket_timeout": RENEWAL_TIMEOUT_S},
+                **common
+                | {
+                    "socket_timeout": RENEWAL_TIMEOUT_S,
+                    "socket_connect_timeout": min(RENEWAL_TIMEOUT_S, connect_timeout_s),
+                },
             )
         except ValueError as error:
             raise ConfigError(

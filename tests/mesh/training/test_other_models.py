@@ -129,8 +129,8 @@ def test_job_with_a_reference_trains_on_one_worker(
         assert one.audit()["lost"] == 0 and one.audit()["trained_twice"] == 0
         assert len(metrics(one)) == 2
         divergences.append(metrics(one)[-1]["reference_kl"])
-        slices = one.summary()["slices"]["by_function_s"]
-        assert ("score" in slices) == (workers == 1), "they have their own worker if there is one"
+        hosts = {event["role"]: event["workers"] for event in one.events("desired")}
+        assert (hosts["scoring"] == hosts["training"]) == (workers == 1)
         one.directory.rename(tmp_path / f"on {workers}")
     assert divergences[0] > 0 and divergences[1] == pytest.approx(divergences[0], rel=0.2)
 
