@@ -14,6 +14,11 @@ from pathlib import Path
 LOOPS = 200_000
 REFERENCE_S = 0.0055  # CPU time of the loops on a quiet core of an AMD EPYC (Zen 3), Python 3.11
 LIMIT = 40.0  # beyond this factor, a hang would take hours to detect
+PAGE_BYTES, SAMPLED_PAGES = 4096, 256
+# Nanoseconds to touch a page that was not touched for seconds: some 200 in a host's own memory, and
+# 2,000 to 20,000 in a guest whose host takes its memory away. Programs then cost up to twice as
+# much, which no loop in a cache shows.
+COLD_PAGE_LIMIT_NS = 1000.0
 FACTOR_ENV = "MESHRL_TEST_FACTOR"  # the least factor, if set explicitly
 
 
@@ -43,6 +48,20 @@ def timed_loop() -> float:
     for number in range(LOOPS):
         total += number
     return time.thread_time() - began
+
+
+class ColdPages:
+    """Memory that is touched only to measure how long a touch takes after seconds without one."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray(b"\1" * (PAGE_BYTES * SAMPLED_PAGES))
+
+    def measure_touch_ns(self) -> float:
+        """Return the CPU nanoseconds to touch a page."""
+        memory, began = self._memory, time.thread_time_ns()
+        for offset in range(0, len(memory), PAGE_BYTES):
+            memory[offset]
+        return (time.thread_time_ns() - began) / SAMPLED_PAGES
 
 
 def runnable() -> float:

@@ -36,6 +36,8 @@ class Costs:
     overhead_s: float = 0.0  # CPU seconds of collection and of workers between tests
     _began: float = field(default_factory=time.monotonic)
     _slowness: list[float] = field(default_factory=list)
+    _pages: load.ColdPages = field(default_factory=load.ColdPages)
+    _touches_ns: list[float] = field(default_factory=list)
     _calibrate_at: float = 0.0
     _host_s: float = field(default_factory=load.read_host_cpu_s)
 
@@ -45,6 +47,7 @@ class Costs:
         if time.monotonic() >= self._calibrate_at:
             self._calibrate_at = time.monotonic() + CALIBRATE_EVERY_S
             self._slowness.append(load.timed_loop() / load.REFERENCE_S)
+            self._touches_ns.append(self._pages.measure_touch_ns())
 
     @property
     def slowness(self) -> float:
@@ -73,9 +76,19 @@ class Costs:
         host_s = load.read_host_cpu_s() - self._host_s
         return max(0.0, 1.0 - self.total_s / host_s) if host_s else 0.0
 
-    def problems(self) -> Iterable[str]:
-        """Yield the tests over their limit; nothing beside busy neighbours that inflate costs."""
+    @property
+    def inflation(self) -> str:
+        """Return why costs are those of a busy host, for which no limit is held; empty if not."""
         if self.others_share > OTHERS_SHARE:
+            return f"others used {self.others_share:.0%} of the CPU time"
+        touch_ns = statistics.median(self._touches_ns) if self._touches_ns else 0.0
+        if touch_ns > load.COLD_PAGE_LIMIT_NS:
+            return f"the host takes memory away: it took {touch_ns:.0f} ns to touch a page again"
+        return ""
+
+    def problems(self) -> Iterable[str]:
+        """Yield the tests over their limit; nothing on a busy host, which inflates costs."""
+        if self.inflation:
             return
         for nodeid, (cpu_s, _) in self.tests.items():
             if cpu_s / self.slowness > LIMIT_S and not self.config.stash[Tiers.KEY].is_deep(nodeid):
@@ -111,9 +124,8 @@ class Costs:
                 break
             if not self.config.stash[Tiers.KEY].is_deep(nodeid):
                 terminalreporter.write_line(f"{cpu_s / self.slowness:5.1f} CPU-s: {nodeid}")
-        if self.others_share > OTHERS_SHARE:
-            share = f"{self.others_share:.0%}"
-            terminalreporter.write_line(f"no limit is held: others used {share} of the CPU time")
+        if self.inflation:
+            terminalreporter.write_line(f"no limit is held: {self.inflation}")
         if self.config.option.hold_budget:
             for problem in self.problems():
                 terminalreporter.write_line(f"too dear: {problem}", red=True)
