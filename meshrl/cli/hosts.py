@@ -73,6 +73,13 @@ def join(
         ),
     ] = "",
     market: Annotated[str, typer.Option(help="Market: reserved, spot or lent.")] = "reserved",
+    price: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Price of an hour of each worker; default: that of its market in mesh.toml.",
+        ),
+    ] = 0.0,
     memory: Annotated[
         float, typer.Option(metavar="GIB", min=0, help="Memory that instances may use; 0: all.")
     ] = 0.0,
@@ -161,6 +168,7 @@ def join(
             listen,
             metrics,
             market,
+            price,
             memory,
             disk,
             standby,

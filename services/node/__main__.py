@@ -35,6 +35,7 @@ async def serve(mesh: Mesh, args: argparse.Namespace) -> None:
         for accelerator in discovered
     ]
     worker_options = ["--orphan-s", str(args.orphan_s), "--market", args.market]
+    worker_options += ["--price", str(args.price)]
     worker_options += [
         "--memory-bytes",
         str(args.memory_bytes),

@@ -26,6 +26,7 @@ from meshrl.common.mesh.runtime.task_groups import run_first
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.process_names import worker_name
 from meshrl.common.state.pool.workers.rows import (
+    MARKETS,
     Gang,
     InstancePhase,
     InstanceReport,
@@ -235,6 +236,7 @@ async def _serve_with_segments(
         budget=budget,
         uuid=args.gpu,
         market=args.market,
+        price=args.price,
         network=settings.network,
     )
     worker = GangWorker(mesh, row, context)
@@ -272,8 +274,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_market_option(options: argparse.ArgumentParser) -> None:
-    """Add `--market`: the kind of capacity, which the worker's record shows to operators."""
-    options.add_argument("--market", default="reserved", choices=["reserved", "spot", "lent"])
+    """Add `--market`, the kind of capacity, and `--price`, which the cost of a job counts."""
+    options.add_argument("--market", default=MARKETS[0], choices=MARKETS)
+    options.add_argument("--price", type=float, default=0.0, help="of an hour of each worker")
 
 
 def add_budget_options(options: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ from meshrl.common.mesh.access.access_token import (
 )
 from meshrl.common.mesh.access.gateway_connection import GatewayConnection
 from meshrl.common.state.pool.scheduling import host_services
+from meshrl.common.state.pool.workers.rows import MARKETS
 from meshrl.directory import directory_paths, process_user
 from meshrl.directory.directory_paths import MeshPaths, find_root_pid
 from meshrl.directory.file_ownership import create_private_directory
@@ -39,7 +40,7 @@ from meshrl.launch.directory_lock import DirectoryLocked
 from meshrl.launch.foreground import set_current_mesh
 from meshrl.launch.hosts import host_launcher, membership
 from meshrl.launch.hosts.host_launcher import HostShape
-from meshrl.launch.hosts.host_offer import MARKETS, HostOffer, apply_offer
+from meshrl.launch.hosts.host_offer import HostOffer, apply_offer
 from meshrl.launch.hosts.membership import CA_FILE_NAME, Membership, connect_gateway
 from meshrl.launch.root_program import RootProgram
 from meshrl.launch.services import service_plan

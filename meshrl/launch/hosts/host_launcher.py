@@ -74,6 +74,7 @@ class HostShape:
     device: str = "cpu"
     worker_prefix: str = "w"  # prefix of its workers' names, which are unique in the mesh
     market: str = "reserved"
+    price: float = 0.0  # of an hour of each worker
     memory_bytes: int = 0  # that instances may take; 0: all memory
     disk_bytes: int = 0
     planner_name: str = ""  # the name of the planner that stands by here; empty: none
@@ -86,6 +87,7 @@ class HostShape:
     def plan_services(self, host: str) -> list[service_plan.ServiceSpec]:
         """Return the services of this host, in the order of their start."""
         options = ["--worker-prefix", self.worker_prefix, "--market", self.market]
+        options += ["--price", str(self.price)]
         options += ["--memory-bytes", str(self.memory_bytes), "--disk-bytes", str(self.disk_bytes)]
         agent = service_plan.make_agent(
             host, self.workers, self.device, self.accepted_services, *options

@@ -10,7 +10,6 @@ from meshrl.common.base.host.settings import MeshSettings
 from meshrl.launch.hosts.host_launcher import HostShape
 
 GIB, MB = 1 << 30, 10**6
-MARKETS = ("reserved", "spot", "lent")
 
 
 @dataclass(frozen=True)
@@ -20,6 +19,7 @@ class HostOffer:
     listen: str = ""  # by which others reach it; empty: as it reaches the head
     metrics: str = "127.0.0.1:*"
     market: str = "reserved"
+    price: float = 0.0  # of an hour of each worker; 0: that of its market
     memory_gib: float = 0.0
     disk_gib: float = 0.0
     accepts_standby: bool = True
@@ -44,6 +44,7 @@ class HostOffer:
         """Fields of the host's shape, with their values, by the parameters that set them."""
         return {
             "market": ("market", self.market),
+            "price": ("price", self.price),
             "memory": ("memory_bytes", int(self.memory_gib * GIB)),
             "disk": ("disk_bytes", int(self.disk_gib * GIB)),
         }

@@ -13,7 +13,7 @@ from rich.text import Text
 from meshrl.common.state.jobs import JobRow, Phase
 from meshrl.common.state.pool.scheduling.host_services import ALL_SERVICES
 from meshrl.common.state.pool.store.planner_reports import MoveOutcome
-from meshrl.common.state.pool.workers.rows import Role
+from meshrl.common.state.pool.workers.rows import MARKETS, Role
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.view.history.blocked_jobs import find_block_reason
 from meshrl.view.history.move_outcomes import format_outcome, format_seconds
@@ -25,18 +25,23 @@ from meshrl.view.mesh import gpu_status
 from meshrl.view.mesh.host_rows import HostRow
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.worker_lines import list_worker_lines
+from meshrl.view.recording.job_usage import count_accelerators
 
 
 def make_jobs_table(mesh: MeshSnapshot) -> Table:
-    """Return a table with a row for each job: its phase and its part of the workers.
+    """Return a table with a row for each job: its phase, and its part of the workers.
 
-    `list_block_reasons` has the reasons of waiting jobs.
+    It has the price of an hour of these, where workers have prices. `list_block_reasons` has the
+    reasons of waiting jobs.
     """
+    has_prices = any(mesh.prices.values())
     table = console_tables.make_table(
-        "job", "phase", "steps", "workers", "priority", "share", "trained", "run"
+        *("job", "phase", "steps", "workers", *(["cost/h"] if has_prices else [])),
+        *("priority", "share", "trained", "run"),
     )
     for row in mesh.jobs:
         part = row.document.get("pool", {})
+        hourly_cost = count_accelerators(mesh, row.id)[1]
         table.add_row(
             row.id,
             format_state(find_block_reason(row), row.phase, row.phase_text),
@@ -44,6 +49,7 @@ def make_jobs_table(mesh: MeshSnapshot) -> Table:
             ""
             if row.is_terminal
             else format_worker_count(len(mesh.find_workers(row.id)), mesh.entitlements.get(row.id)),
+            *(["" if row.is_terminal else f"{hourly_cost:,.4g}"] if has_prices else []),
             str(part.get("priority", 0)),
             f"{part.get('share', 1.0):g}",
             str(row.trained),
@@ -204,7 +210,9 @@ def make_hosts_table(rows: list[HostRow]) -> Table:
             if set(row.accepted_services) == set(ALL_SERVICES)
             else f" {' '.join(row.accepted_services) or 'none'}"
         )
+        markets = [market for market in row.markets if market != MARKETS[0]]
         notes = ["head" if row.head else "", f"{row.planner} on standby" if row.planner else ""]
+        notes += [*markets, *(f"{price:,.4g} per worker and hour" for price in row.prices)]
         since = datetime.fromtimestamp(row.since_s).strftime("%m-%d %H:%M") if row.since_s else ""
         table.add_row(
             row.host,

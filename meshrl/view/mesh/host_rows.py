@@ -28,6 +28,8 @@ class HostRow:
     since_s: float  # wall clock, when it joined; 0: as long as the mesh is up
     workers: list[str]
     accelerators: list[str]
+    markets: list[str]  # of its workers
+    prices: list[float]  # of an hour of a worker, without unknown ones
     instances: list[str]  # instances in its desired state
     processes: list[str]  # live processes that were placed there
     services: list[str]  # shards and sandboxes in its desired state
@@ -98,6 +100,8 @@ def _build_host_row(
         since_s=joined.joined_at_s if joined is not None else 0.0,
         workers=[worker.id for worker in workers],
         accelerators=[worker.accelerator for worker in workers],
+        markets=sorted({worker.market for worker in workers}),
+        prices=sorted({mesh.prices[worker.id] for worker in workers} - {0.0}),
         instances=residents,
         processes=processes,
         services=services,

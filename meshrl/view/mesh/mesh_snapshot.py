@@ -15,6 +15,7 @@ from meshrl.common.state.pool.scheduling.snapshot import Move
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.store.planner_reports import JobPrediction, decode_predictions
 from meshrl.common.state.pool.workers.rows import Gang, Instance, WorkerRow
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.common.state.redis.client import StateClient, read_server_time_ms
 from meshrl.common.state.redis.keys import MESH_PREFIX, PLANNER_ELECTION
 from meshrl.common.state.registry import RegistryEntry
@@ -38,6 +39,7 @@ class MeshSnapshot:
     entitlements: Mapping[str, int] = field(default_factory=dict)
     predictions: Mapping[str, JobPrediction] = field(default_factory=dict)  # by job
     moves_in_progress: Sequence[Move] = ()  # under way
+    settings: PoolSettings = field(default_factory=PoolSettings)
     steps: Mapping[str, StepRows] = field(default_factory=dict)  # last rows, by job
     # -- added by `read_full_snapshot`
     leader: str = ""  # process that leads the planners; empty: none does
@@ -64,6 +66,11 @@ class MeshSnapshot:
     def instances(self) -> list[tuple[Gang, Instance]]:
         """All instances, with their gangs."""
         return [(gang, resident) for gang in self.gangs for resident in gang.instances]
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """Price of an hour of each worker; 0: unknown."""
+        return {worker.id: self.settings.get_price(worker) for worker in self.workers}
 
     def find_instances(self, job: str) -> list[tuple[Gang, Instance]]:
         """Return a job's instances, with their gangs."""
@@ -97,6 +104,7 @@ async def read_mesh_snapshot(
         memory.get("entitled", {}),
         decode_predictions(memory),
         await pool.read_moves_in_progress(state),
+        await pool.read_settings(state),
     )
 
 

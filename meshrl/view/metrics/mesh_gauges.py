@@ -20,7 +20,7 @@ from meshrl.view.health.run_figures import RunFigures, extend_figures
 from meshrl.view.mesh import host_rows
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot, read_writable_snapshot
 from meshrl.view.mesh.stalls import Stall, diagnose_stalls
-from meshrl.view.recording.job_usage import sum_live_slices
+from meshrl.view.recording.job_usage import count_accelerators, sum_live_slices
 
 HOST_STATES = ("up", "away", "joining", "draining", "drained")  # as `meshrl hosts` has them
 BUSY, IDLE, AWAY = "busy", "idle", "away"
@@ -135,6 +135,11 @@ def _make_job_gauges(mesh: MeshSnapshot) -> Iterator[Any]:
                 if not (r.is_terminal or r.block_reason)
             ],
         ),
+    )
+    hourly_costs = ((row.id, count_accelerators(mesh, row.id)[1]) for row in mesh.live_jobs)
+    yield _make_gauge(
+        *("job_cost_per_hour", "Price of an hour of the workers that a job has now"),
+        *(job, [((id,), cost) for id, cost in hourly_costs if cost]),
     )
     yield _make_gauge(
         *("job_trajectories", "Trajectories of a job by outcome"),

@@ -23,9 +23,10 @@ from meshrl.view.mesh.slice_lanes import compute_hidden_share
 # Fields of a tally that are stored in the run directory.
 STORED_FIELDS = (
     *("cpu", "tokens", "shared", "accelerator_s", "wall_s"),
-    *("warm_start_cached", "sessions", "prefixes", "slices"),
+    *("warm_start_cached", "sessions", "prefixes", "slices", "cost"),
 )
-ADDED_FIELDS = {"slices"}  # tallies of earlier versions do not have them
+ADDED_FIELDS = {"slices", "cost"}  # tallies of earlier versions do not have them
+HOUR_S = 3600.0
 # Stats of a process in time slices, beside `slice_s` by function.
 WAIT_STATS = ("turn_wait_s", "slice_switch_s")
 MOVED_STATS = ("slice_loaded_bytes", "slice_hidden_bytes")
@@ -39,6 +40,7 @@ class JobUsage:
     tokens: dict[str, dict[str, float]] = field(default_factory=dict)
     shared: dict[str, float] = field(default_factory=dict)  # its part of what serves all, CPU-s
     accelerator_s: float = 0.0  # of workers
+    cost: float = 0.0  # of these seconds, by the price of an hour of each worker
     wall_s: float = 0.0  # wall time of earlier sessions
     warm_start_cached: bool = False
     sessions: list[list[int]] = field(default_factory=list)  # first and last ms (wall) of each
@@ -48,9 +50,8 @@ class JobUsage:
     _seen: dict[str, float] = field(default_factory=dict)  # of what serves all: key -> CPU-s
     _charged: dict[str, tuple[str, float]] = field(default_factory=dict)  # key -> name, CPU-s
     _turns: dict[str, float] = field(default_factory=dict)  # incarnation -> seconds of slices
-    _has: tuple[float, float] | None = (
-        None  # time of the last snapshot, and the job's accelerators then
-    )
+    # time of the last snapshot; the job's accelerators then, and the price of their hour
+    _has: tuple[float, float, float] | None = None
 
     @classmethod
     def read(cls, path: Path) -> JobUsage:
@@ -86,7 +87,12 @@ class JobUsage:
         """
         self.update_slices(mesh, job)
         measured: dict[str, float] = {}
-        by_turns = {r.id: len(r.ranks) for _, r in mesh.find_instances(job) if r.time_sliced}
+        prices = mesh.prices
+        by_turns = {
+            r.id: [prices.get(g.workers[rank], 0.0) for rank in r.ranks]
+            for g, r in mesh.find_instances(job)
+            if r.time_sliced
+        }
         for entry in mesh.entries:
             resident = str(entry.stats.get("instance", ""))
             if entry.alive and resident in by_turns and "turn_held_s" in entry.stats:
@@ -94,12 +100,14 @@ class JobUsage:
                 before = self._turns.get(entry.incarnation, 0.0 if self._has else None)
                 if before is not None:
                     more = max(0.0, measured[resident] - before)
-                    self.accelerator_s += by_turns[resident] * more
+                    self.accelerator_s += len(by_turns[resident]) * more
+                    self.cost += sum(by_turns[resident]) * more / HOUR_S
                 self._turns[entry.incarnation] = measured[resident]
         if self._has is not None:
-            before_s, previous_count = self._has
+            before_s, previous_count, previous_price = self._has
             self.accelerator_s += previous_count * max(0.0, now_s - before_s)
-        self._has = now_s, count_accelerators(mesh, job, measured)
+            self.cost += previous_price * max(0.0, now_s - before_s) / HOUR_S
+        self._has = now_s, *count_accelerators(mesh, job, measured)
 
     def update_slices(self, mesh: MeshSnapshot, job: str) -> None:
         """Retain the last counts of each process in time slices."""
@@ -214,18 +222,21 @@ def is_on_accelerator(instance: Instance, rank: int) -> bool:
     )
 
 
-def count_accelerators(mesh: MeshSnapshot, job: str, measured: Collection[str] = ()) -> float:
-    """Return the accelerators that a job has now.
+def count_accelerators(
+    mesh: MeshSnapshot, job: str, measured: Collection[str] = ()
+) -> tuple[float, float]:
+    """Return the number of accelerators that a job has now, and the price of their hour.
 
     One that several instances share is divided equally. Time-sliced instances with reported times
     are `measured`, and not counted here.
     """
-    found = 0.0
+    count, hourly_price, prices = 0.0, 0.0, mesh.prices
     for gang in mesh.gangs:
-        for rank in range(len(gang.workers)):
+        for rank, worker in enumerate(gang.workers):
             instances = [
                 r for r in gang.instances if rank in r.ranks and is_on_accelerator(r, rank)
             ]
             counted = [r for r in instances if r.job == job and r.id not in measured]
-            found += len(counted) / max(1, len(instances))
-    return found
+            share = len(counted) / max(1, len(instances))
+            count, hourly_price = count + share, hourly_price + share * prices.get(worker, 0.0)
+    return count, hourly_price

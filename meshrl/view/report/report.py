@@ -111,6 +111,8 @@ def summarize(
         "cpu_total_s": round(sum(cpu_s.values()), 1),
         "cpu_shared_s": round(usage.shared_s, 1),
         "accelerator_s": round(usage.accelerator_s, 1),
+        "cost": round(usage.cost, 6) if usage.cost else None,
+        "cost_per_million_tokens": _divide_cost(usage.cost, tokens_trained),
         "slices": usage.sum_slices(),
         **{
             f"{state}_s": round(seconds, 1)
@@ -131,6 +133,11 @@ def summarize(
             int(e.fields.get("count", 1)) for e in events if is_unexpected_exit(e)
         ),
     }
+
+
+def _divide_cost(cost: float, tokens_trained: int) -> float | None:
+    """Return the cost of a million trained tokens; None without prices or tokens."""
+    return round(cost / tokens_trained * 1e6, 6) if cost and tokens_trained else None
 
 
 def summarize_health(figures: RunFigures, result: RunResult) -> list[dict[str, Any]]:

@@ -83,6 +83,7 @@ def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
             else []
         ),
         ("workers", used),
+        *([("cost", _format_cost(summary))] if summary.get("cost") is not None else []),
         *([("time slices", format_slices(slices))] if (slices := summary.get("slices")) else []),
         *([("log-probability gap", f"{gap:.1e} at most")] if gap is not None else []),
         ("workers moved", f"{summary['workers_moved']} times to make steps faster"),
@@ -108,6 +109,13 @@ def format_slices(slices: dict[str, Any]) -> str:
     if (hidden := slices["hidden_share"]) is not None:
         switches += f", {100 * hidden:.0f} % of the loaded bytes prefetched"
     return f"{by_function}; {switches}"
+
+
+def _format_cost(summary: dict[str, Any]) -> str:
+    """Return the cost of the workers, in the currency of their prices."""
+    per_million = summary["cost_per_million_tokens"]
+    each = f", {per_million:,.4g} per million trained tokens" if per_million is not None else ""
+    return f"{summary['cost']:,.4g}{each}"
 
 
 def _describe_health(summary: dict[str, Any]) -> str:

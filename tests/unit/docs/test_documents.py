@@ -32,7 +32,18 @@ ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 UNITS = {
     *("reward", "reward²", "loss", "norm", "share", "ratio", "nats", "number", "name", "identity"),
-    *("groups", "trajectories", "tokens", "versions", "steps", "bins", "hosts", "moves", "ends"),
+    *(
+        "groups",
+        "trajectories",
+        "tokens",
+        "versions",
+        "steps",
+        "bins",
+        "currency",
+        "hosts",
+        "moves",
+        "ends",
+    ),
     *("s", "CPU s", "s since 1970", "ms since 1970", "yes or no"),
 }
 # structures whose parts have units of their own

@@ -38,7 +38,7 @@ from meshrl.common.state.pool.workers.rows import (
 INSTANCE_PREFIX, REPORT_PREFIX = "instance:", "report:"  # of field names of a gang's row
 # Untyped fields of an instance's desired state, and of a worker's registration.
 DESIRED_FIELDS = ("job", "role", "core", "tier", "time_sliced", "pinned", "generation", "epoch")
-WORKER_FIELDS = ("host", "accelerator", "uuid", "market", "network", "copy_rates")
+WORKER_FIELDS = ("host", "accelerator", "uuid", "market", "price", "network", "copy_rates")
 # Names of decisions in the script.
 DECISION_KINDS: Mapping[type, str] = {
     FormGang: "form_gang",

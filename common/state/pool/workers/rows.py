@@ -19,6 +19,9 @@ class Role(StrEnum):
     SCORING = "scoring"  # hosts the job's frozen models
 
 
+MARKETS = ("reserved", "spot", "lent")  # spot workers may vanish, lent ones are reclaimed
+
+
 class Tier(StrEnum):
     """Place of an instance's tensors."""
 
@@ -68,7 +71,8 @@ class WorkerRow:
     alive: bool = True
     budget: TierBytes = TierBytes()
     uuid: str = ""  # of its GPU or MIG instance; empty: a CPU slot
-    market: str = "reserved"  # reserved | spot | lent
+    market: str = "reserved"  # one of MARKETS
+    price: float = 0.0  # of an hour, in any one currency; 0: that of its market in the settings
     network: str = ""  # name of its host's network; empty: the head's
     # measured bytes per second of moved tensors, by `source>target` of tiers
     copy_rates: Mapping[str, float] = field(default_factory=dict)

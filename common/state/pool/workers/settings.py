@@ -32,6 +32,19 @@ class PoolSettings(ConfigTable):
     # a mesh too small for a job for this long is not waiting for workers to join
     shortage_grace_s: NonNegativeNumber = 15.0
     keep_days: NonNegativeNumber = 30.0  # retention of the records of ended jobs
+    # prices of an hour of a worker, by its market; 0: unknown
+    reserved_price: NonNegativeNumber = 0.0
+    spot_price: NonNegativeNumber = 0.0
+    lent_price: NonNegativeNumber = 0.0
+
+    def get_price(self, worker: WorkerRow) -> float:
+        """Return the price of an hour of a worker: its own, or that of its market; 0: unknown."""
+        by_market = {
+            "reserved": self.reserved_price,
+            "spot": self.spot_price,
+            "lent": self.lent_price,
+        }
+        return worker.price or by_market[worker.market]
 
     def get_gang_location(self, worker: WorkerRow) -> str:
         """Return the common location of a gang's workers: the name of a host, or of a network."""

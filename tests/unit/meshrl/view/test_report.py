@@ -137,6 +137,7 @@ def summary() -> dict[str, Any]:
         tokens={"rollout/tiny/0": {"a": 5, "b": 6}},
         shared={"redis": 0.75},
         accelerator_s=90.0,
+        cost=0.25,
         warm_start_cached=True,
     )
     end = RunResult("tiny", Phase.FINISHED, 3, 61.23, ACCOUNT)
@@ -151,6 +152,7 @@ def test_summary_has_the_documented_keys() -> None:
     }
     assert found["cpu_s"] == {"redis": 0.75, "trainer/tiny": 3.5}
     assert (found["cpu_total_s"], found["cpu_shared_s"], found["accelerator_s"]) == (4.2, 0.8, 90.0)
+    assert (found["cost"], found["cost_per_million_tokens"]) == (0.25, 625.0)
     assert (found["waiting_s"], found["paused_s"]) == (1.0, 0.5)
     assert (found["tokens_rolled_out"], found["tokens_trained"]) == (480, 400)
     assert found["tokens_sampled"] == 11
@@ -438,6 +440,7 @@ def test_report_lists_each_decision_with_rule_and_figures() -> None:
     page = render_page(summary(), ROWS, EVALUATIONS, EVENTS, JobConfig(name="tiny").to_document())
     assert "Decisions of the planner" in page and "entitled 2.5" in page
     assert "90 accelerator-seconds, 0:01 waiting" in page
+    assert "0.25, 625 per million trained tokens" in page
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from meshrl.common.state.pool.workers.rows import (
     Tier,
     WorkerRow,
 )
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.view.live import console_tables, mesh_tables
 from meshrl.view.live.mesh_view import MeshLines, render_screen
@@ -106,6 +107,13 @@ def test_jobs_table_has_resources_and_block_reasons() -> None:
     ]
     assert render_cells(mesh_tables.make_jobs_table(replace(MESH, jobs=rows[:1])))[1][3] == "1"
     assert mesh_tables.list_block_reasons(rows) == [f"b is {WAITS}"]
+
+
+def test_jobs_table_has_the_price_of_an_hour_if_workers_have_prices() -> None:
+    priced = replace(MESH, jobs=[row("a"), row("b")], settings=PoolSettings(reserved_price=3))
+    head, a, b = render_cells(mesh_tables.make_jobs_table(priced))
+    assert head[4] == "cost/h"
+    assert (a[4], b[4]) == ("3", "0"), "an engine on disk costs nothing"
 
 
 def test_shared_gangs_are_listed_with_their_jobs() -> None:

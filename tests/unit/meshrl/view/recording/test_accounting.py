@@ -22,6 +22,7 @@ from meshrl.common.state.pool.workers.rows import (
     Tier,
     WorkerRow,
 )
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.directory.directory_paths import read_json, write_json
 from meshrl.runs.session import choose_exit_status
@@ -31,7 +32,7 @@ from meshrl.view.history.blocked_jobs import sum_blocked_s
 from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.process_usage import CpuMeter, ProcessCpuTime, find_owner_job
 from meshrl.view.recording.audit import audit_run, find_open_groups, print_audit
-from meshrl.view.recording.job_usage import JobUsage
+from meshrl.view.recording.job_usage import JobUsage, count_accelerators
 
 LATE_MS = 60_000
 
@@ -224,6 +225,26 @@ def test_time_sliced_instance_is_charged_its_compute_time() -> None:
         alone.update_workers(replace(mesh(BOTH), entries=[entry]), "a", now_s)
     assert alone.accelerator_s == pytest.approx(10.0), "it takes no turns"
     assert a.accelerator_s == pytest.approx(3.0), "what it had computed before is another's count"
+
+
+def test_cost_counts_each_worker_by_its_price() -> None:
+    a, b = JobUsage(), JobUsage()
+    settings = PoolSettings(reserved_price=2.0, spot_price=0.5)
+    markets = {"w0": "reserved", "w1": "spot", "w2": "spot", "w4": "lent"}
+    rows = [WorkerRow(name, "h0", "cpu:0", 7, market=of) for name, of in markets.items()]
+    rows[2] = replace(rows[2], price=3.0)  # its own
+    sliced = Gang("g4", ("w0",), 1, (make_instance("g4.0", "b", 0, turns=True),))
+    for now_s, held_s in ((0.0, 10.0), (3600.0, 1810.0)):
+        said = {"instance": "g4.0", "turn_held_s": held_s}
+        entry = RegistryEntry("trainer/b", "trainer", incarnation="i", alive=True, stats=said)
+        found = replace(
+            mesh(TWO, BOTH, ASLEEP, sliced), workers=rows, settings=settings, entries=[entry]
+        )
+        a.update_workers(found, "a", now_s)
+        b.update_workers(found, "b", now_s)
+    assert count_accelerators(found, "a") == (2.5, 2.0 + 0.5 + 3.0 / 2)
+    assert a.cost == pytest.approx(4.0), "an hour, and a core without a slice shares its worker"
+    assert b.cost == pytest.approx(3.0 / 2 + 2.0 * 0.5), "half an hour of slices"
 
 
 def test_slices_of_all_processes_of_a_job_are_summed_by_function(tmp_path: Path) -> None:
