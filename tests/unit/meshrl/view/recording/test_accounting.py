@@ -238,7 +238,7 @@ def test_cost_counts_each_worker_by_its_price() -> None:
         said = {"instance": "g4.0", "turn_held_s": held_s}
         entry = RegistryEntry("trainer/b", "trainer", incarnation="i", alive=True, stats=said)
         found = replace(
-            mesh(TWO, BOTH, ASLEEP, sliced), workers=rows, settings=settings, entries=[entry]
+            mesh(TWO, BOTH, ASLEEP, sliced), workers=tuple(rows), settings=settings, entries=[entry]
         )
         a.update_workers(found, "a", now_s)
         b.update_workers(found, "b", now_s)
