@@ -36,6 +36,7 @@ MAX_STEP_TRAJECTORIES = 64  # trajectories of a step above which the simulation 
 DrawnGroup = tuple[tuple[float, ...], float]  # tokens of each member over the mean, and their sum
 
 
+@lru_cache(maxsize=256)  # several decisions of a pass simulate the same split
 def simulate_step_s(
     demand: StepDemand, rates: StepRates, split: WorkerSplit, terms: StepTerms
 ) -> float:

@@ -124,7 +124,8 @@ class FurthestTable:
     def __init__(self, states: SupplyStates, reach: Callable[[int], RangeEnds]) -> None:
         """Build the table. `reach` returns the range ends of each server within the limit."""
         self.states = states
-        self._gang_reach = {step.server: np.append(reach(step.server), -1) for step in states.steps}
+        servers = {step.server for step in states.steps}
+        self._gang_reach = {server: np.append(reach(server), -1) for server in servers}
         self._step_reach = [
             _repeat_reach(self._gang_reach[step.server], step.gang_count) for step in states.steps
         ]
