@@ -6,7 +6,8 @@ Its rollout follows a fixed point that is found step by step, its stages a plain
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
@@ -148,28 +149,12 @@ class LongTailPlant:
         """Return the rollout seconds of a step."""
         return max(self.ends(degrees))
 
-    def ends(self, degrees: Sequence[int]) -> list[float]:
+    def ends(self, degrees: Sequence[int]) -> Sequence[float]:
         """Return when each trajectory of a step ends. The longest is assigned first, each to the
         gang that finishes it soonest.
         """
-        dealt: dict[int, list[float]] = {n: [] for n in range(len(degrees))}
-        for tokens in sorted(self.sampled, reverse=True):
-            soonest = min(dealt, key=lambda n: self._ends(degrees[n], [*dealt[n], tokens])[-1])
-            dealt[soonest].append(tokens)
-        return [s for n, has in dealt.items() for s in self._ends(degrees[n], has)]
-
-    def _ends(self, degree: int, has: Sequence[float]) -> list[float]:
-        """Return, in rising order, when each trajectory of a gang ends that decodes `SLOTS` at a
-        time.
-        """
-        curve, at_s, done = self.curve(degree), 0.0, 0.0
-        ordered, found = sorted(has), []
-        for index, tokens in enumerate(ordered):
-            batch = min(SLOTS, len(ordered) - index)
-            at_s += (tokens - done) * curve.predict_step_s(batch)
-            done = tokens
-            found.append(at_s)
-        return found
+        curves = (replace(self.curve(degree), fitted_steps=0) for degree in degrees)
+        return compute_ends(tuple(self.sampled), tuple(curves))
 
     def stages(self, degrees: Sequence[int], helpers: int) -> tuple[float, float]:
         """Return (rollout_s, train_s) of a step."""
@@ -200,6 +185,37 @@ class LongTailPlant:
         curves = tuple(self.curve(degree) for degree in degrees)
         levels = tuple(float(one) for one in np.quantile(self.sampled, QUANTILES))
         return Measurements({"everybody": self.total}, curves, LengthQuantiles(512, levels, 50.0))
+
+
+@cache
+def compute_ends(sampled: tuple[float, ...], curves: tuple[DecodeCurve, ...]) -> Sequence[float]:
+    """Return when each of the sampled trajectories ends at gangs with these curves."""
+    dealt: list[list[float]] = [[] for _ in curves]
+    for tokens in sorted(sampled, reverse=True):
+        ends = [
+            compute_ends_of_gang(curve, [*has, tokens])[-1]
+            for curve, has in zip(curves, dealt, strict=True)
+        ]
+        dealt[ends.index(min(ends))].append(tokens)
+    return [
+        end
+        for curve, has in zip(curves, dealt, strict=True)
+        for end in compute_ends_of_gang(curve, has)
+    ]
+
+
+def compute_ends_of_gang(curve: DecodeCurve, has: Sequence[float]) -> list[float]:
+    """Return, in rising order, when each trajectory of a gang ends that decodes `SLOTS` at a
+    time.
+    """
+    at_s, done = 0.0, 0.0
+    ordered, found = sorted(has), []
+    for index, tokens in enumerate(ordered):
+        batch = min(SLOTS, len(ordered) - index)
+        at_s += (tokens - done) * curve.predict_step_s(batch)
+        done = tokens
+        found.append(at_s)
+    return found
 
 
 def degrees_of(bench: PlannerBench, job: str = "job") -> list[int]:
