@@ -131,11 +131,11 @@ def run(service: EngineService, clock: ManualClock, batches: list[int], tokens: 
             clock.advance(max(service.steps.next_step_delay_s, 1e-6))
 
 
-@pytest.mark.parametrize("batches", [[1, 4, 2, 3] * 3, [4, 4, 4]])
+@pytest.mark.parametrize("batches", [[1, 4, 2, 3] * 2, [4, 4]])
 def test_emulated_engine_below_its_plateau_has_its_declared_speed(batches: list[int]) -> None:
     clock, speed = ManualClock(), EmulatedEngineSpeed(0.01, 4, 1000.0)
     service = create_service(built_in("eager", 8, 256, clock=clock), clock, speed)
-    run(service, clock, batches, 60)
+    run(service, clock, batches, 40)
     fitted = known(service.curve_fit)
     for batch in set(batches):
         assert fitted.predict_step_s(batch, 30) == pytest.approx(
@@ -149,7 +149,7 @@ def test_emulated_engine_below_its_plateau_has_its_declared_speed(batches: list[
 def test_emulated_engine_above_its_plateau_slows_with_each_sequence() -> None:
     clock, speed = ManualClock(), EmulatedEngineSpeed(0.01, 1, 1000.0)
     service = create_service(built_in("eager", 8, 256, clock=clock), clock, speed)
-    run(service, clock, [2, 8, 4, 6] * 3, 60)
+    run(service, clock, [2, 8, 4, 6] * 2, 60)
     fitted = known(service.curve_fit)
     for batch in (2, 4, 8):
         assert fitted.predict_step_s(batch, 30) == pytest.approx(0.01 * batch, rel=0.1)

@@ -217,8 +217,6 @@ def test_resumable_session_retains_chunks_of_older_weights(tmp_path: Path) -> No
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from loadtests.measuring.meshed import own_keys, unrenewed
-from meshrl.services.engine.kv.cache_factory import open_tiers
 from meshrl.services.engine.kv.kv_tier import KVTier
 on = KVTier("disk", Path(sys.argv[1]), 1 << 20, lambda: 2e9)
 on.lock_domain("0" * 64)
