@@ -98,7 +98,6 @@ class Workers:
             for name in PRELOADED:
                 importlib.import_module(name)
         require_one_thread()
-        gc.collect()
         if (seconds := self._config.option.stop_after) is not None:
             self._stop_at = time.monotonic() + seconds
         gc.freeze()  # no garbage collection of a worker copies the pages of the collected tests
