@@ -31,7 +31,8 @@ class AcceleratorReservation:
 
     pid, restarts = 0, 0
     is_ready, can_stop = False, True  # a reservation has no state to lose
-    is_time_sliced = begins_slicing = is_moving = has_left = False  # its bytes stay
+    is_time_sliced = begins_slicing = will_slice = False  # its bytes stay
+    is_moving = has_left = False
     children: list[ChildProcess] = []  # noqa: RUF012 (there never are any)
 
     def __init__(

@@ -121,7 +121,7 @@ class RoleProcess(SupervisorHooks):
         leases: LeaseWatch,
         on_change: Callable[[], None],
         on_instance_exit: Callable[[str], None] = lambda instance: None,
-        others_are_leaving: Callable[[], bool] = lambda: False,
+        list_awaited: Callable[[], list[str]] = list,
         others_must_leave: Callable[[], bool] = lambda: False,
         others_begin_slicing: Callable[[], bool] = lambda: False,
         worker_processes: Callable[[], Mapping[int, str]] = dict,
@@ -132,7 +132,7 @@ class RoleProcess(SupervisorHooks):
         Args:
             on_change: Called when the process's state changes.
             on_instance_exit: Called with the instance's id when a process has exited.
-            others_are_leaving: True while another process is about to release accelerator memory.
+            list_awaited: Names of the processes that can soon leave their accelerator memory.
             others_must_leave: True until all processes that are desired elsewhere have left.
             others_begin_slicing: True while another process ends a piece without a time slice.
             worker_processes: Names of the worker's processes, by pid.
@@ -147,7 +147,7 @@ class RoleProcess(SupervisorHooks):
         self.supervisor = Supervisor(context.mesh.host, context.mesh.clock, hooks=self)
         self._context, self._mesh = context, context.mesh
         self._leases, self._on_change, self._on_instance_exit = leases, on_change, on_instance_exit
-        self._others_are_leaving, self._worker_processes = others_are_leaving, worker_processes
+        self._list_awaited, self._worker_processes = list_awaited, worker_processes
         self._others_must_leave = others_must_leave
         self._others_begin_slicing = others_begin_slicing
         self._exit_reports = ExitReportSender(self._mesh.state, self._mesh.clock)
@@ -162,9 +162,8 @@ class RoleProcess(SupervisorHooks):
         self.is_moving = False  # the whole process changes its tier
         self._estimate: SliceBytes | None = None  # of its accelerator bytes; None: not yet
         self._retry_at = 0.0  # when a rejected or failed move is retried
-        self._reported_rejection: tuple[InstancePhase, type[MeshError]] | None = (
-            None  # the report on record
-        )
+        # the report on record
+        self._reported_rejection: tuple[InstancePhase, type[MeshError], Sequence[str]] | None = None
         self._is_down = False  # it has failed: only a poll starts it again
         self._succeeded = False  # its last exit was without an error
         self._failing_since: float | None = None  # since when errors keep it from its tier
@@ -198,6 +197,12 @@ class RoleProcess(SupervisorHooks):
     def has_left(self) -> bool:
         """True if all its tensors have left the accelerator, so that it computes nothing."""
         return self._reached is not None and self.tier != Tier.ACCELERATOR and not self.is_moving
+
+    @property
+    def will_slice(self) -> bool:
+        """True while it starts or wakes, after which it leaves in the time slices of others."""
+        is_arriving = bool(self.pid) and (self._reached is None or self.is_moving)
+        return is_arriving and self.is_time_sliced and self.phase != InstancePhase.FAILED
 
     @property
     def begins_slicing(self) -> bool:
@@ -247,13 +252,13 @@ class RoleProcess(SupervisorHooks):
             await self.supervisor.add(self._make_spec())
         except OverBudget as error:  # others are about to release some, or the planner errs
             self._is_down = True
-            if self._others_are_leaving():
-                self._report_rejection(InstancePhase.STARTING, error)
-                if isinstance(error, GpuMemoryFull):  # asking the driver takes longer than a sum
-                    self._retry_at = self._now() + SET_TIER_RETRY_S
-                return
-            self._report_rejection(InstancePhase.FAILED, error)
-            self._retry_at = self._now() + MEMORY_RETRY_S
+            others = self._list_awaited()
+            phase = InstancePhase.STARTING if others else InstancePhase.FAILED
+            self._report_rejection(phase, error, others)
+            if not others:
+                self._retry_at = self._now() + MEMORY_RETRY_S
+            elif isinstance(error, GpuMemoryFull):  # asking the driver takes longer than a sum
+                self._retry_at = self._now() + SET_TIER_RETRY_S
         except (
             DeadlineExceeded,
             ServiceUnavailable,
@@ -465,10 +470,9 @@ class RoleProcess(SupervisorHooks):
             self._is_down = True
         elif self._target != target:  # a later desired state is on record, and is tried at once
             return
-        elif is_over_budget and target[0] == Tier.ACCELERATOR and self._others_are_leaving():
-            self._report_rejection(
-                InstancePhase.STARTING if self._reached is None else InstancePhase.MOVING, error
-            )
+        elif is_over_budget and target[0] == Tier.ACCELERATOR and (awaited := self._list_awaited()):
+            phase = InstancePhase.STARTING if self._reached is None else InstancePhase.MOVING
+            self._report_rejection(phase, error, awaited)
             self._retry_at = now + SET_TIER_RETRY_S
             return
         retry_s = SET_TIER_RETRY_S  # busy, starting, or a later desired state is on record
@@ -500,11 +504,14 @@ class RoleProcess(SupervisorHooks):
         self.phase, self.detail, self._reported_rejection = phase, detail, None
         self._startup.restart_timer()
 
-    def _report_rejection(self, phase: InstancePhase, error: MeshError) -> None:
-        """Report a rejection, unless only its numbers differ from the last one."""
-        if self._reported_rejection != (phase, type(error)):
-            self._enter_phase(phase, str(error))
-            self._reported_rejection = (phase, type(error))
+    def _report_rejection(
+        self, phase: InstancePhase, error: MeshError, awaited: Sequence[str] = ()
+    ) -> None:
+        """Report a rejection with the `awaited` processes, unless only its numbers have changed."""
+        if self._reported_rejection != (phase, type(error), awaited):
+            wait = f"waiting until {', '.join(awaited)} can leave: " if awaited else ""
+            self._enter_phase(phase, f"{wait}{error}")
+            self._reported_rejection = (phase, type(error), awaited)
 
     # Supervisor hooks
 
@@ -564,10 +571,10 @@ class RoleProcess(SupervisorHooks):
                 if not await self._reserve_room():
                     break
             except MeshError as error:  # others have reserved it, or Redis does not answer
-                is_late = self._now() > failed_at
-                self._report_rejection(
-                    InstancePhase.FAILED if is_late else InstancePhase.STARTING, error
-                )
+                awaited = self._list_awaited()
+                is_late = self._now() > failed_at and not awaited
+                phase = InstancePhase.FAILED if is_late else InstancePhase.STARTING
+                self._report_rejection(phase, error, awaited)
                 self._on_change()
                 pause_s = SET_TIER_RETRY_S
             await self._mesh.clock.sleep(pause_s)

@@ -86,6 +86,11 @@ class ProcessSlot:
             return self.must_leave
         return self._must_stop(process, self.desired)
 
+    @property
+    def will_slice(self) -> bool:
+        """True while the slot's process starts or wakes to compute in time slices."""
+        return self.process is not None and self.process.will_slice
+
     async def run(self) -> None:
         """Reconcile until nothing is desired, running or offloaded.
 
@@ -149,7 +154,7 @@ class ProcessSlot:
             owner.leases,
             self._wakeup.set,
             owner.on_instance_exit,
-            self._others_are_leaving,
+            self._list_awaited,
             self._others_must_leave,
             self._others_begin_slicing,
             get_worker_processes,
@@ -158,6 +163,11 @@ class ProcessSlot:
 
     def _others_are_leaving(self) -> bool:
         return any(other.is_leaving for other in self._owner.slots if other is not self)
+
+    def _list_awaited(self) -> list[str]:
+        """Return the names of the other processes that can soon leave their accelerator memory."""
+        slots = (other for other in self._owner.slots if other is not self)
+        return [slot.name for slot in slots if slot.is_leaving or slot.will_slice]
 
     def _others_must_leave(self) -> bool:
         return any(other.must_leave for other in self._owner.slots if other is not self)

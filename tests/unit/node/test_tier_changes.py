@@ -100,6 +100,7 @@ class World:
         self.settings = MeshSettings("simulated", str(root), host="one")
         self.process = Process(self.mesh("role/moved", SimulatedHost(clock, random)))
         self.ends_after_s = 1e9
+        self.starts_slowly: set[str] = set()  # names that are not ready yet
         programs = {f"meshrl.services.{kind}": self.program(kind) for kind in ("engine", "trainer")}
         self.host = SimulatedHost(clock, random, programs)
         self.worker = self.mesh("worker/w0", self.host)
@@ -134,7 +135,11 @@ class World:
             host.pid = max(pid for pid, c in self.host.children.items() if c.name == name)
             mesh = self.mesh(name, host)
             await mesh.join(
-                self.process, stats=lambda: {"generation": seat.generation, "ready": True}
+                self.process,
+                stats=lambda: {
+                    "generation": seat.generation,
+                    "ready": name not in self.starts_slowly,
+                },
             )
             try:
                 await self.clock.sleep(self.ends_after_s)
@@ -195,6 +200,25 @@ async def test_arriving_instance_fails_if_none_leaves(world: World) -> None:
     await world.until(ENGINE, InstancePhase.READY, 30.0)
     world.set_desired_state(ENGINE, HYBRID)
     await world.until(HYBRID, InstancePhase.FAILED, 1.0)
+
+
+@story_on(in_world, "tmp_path")
+async def test_arriving_instance_waits_for_the_start_of_one_with_time_slices(world: World) -> None:
+    first, guest = (replace(one, time_sliced=True) for one in (ENGINE, HYBRID))
+    budgets = world.instances.context.budgets
+    world.starts_slowly.add("engine/g0.0")
+    world.set_desired_state(first)
+    await world.clock.sleep(10.0)
+    budgets.reserve("engine/g0.0", BYTES)  # as a warm start keeps its room
+    world.set_desired_state(first, guest)
+    await world.clock.sleep(120.0)
+    slot = world.tenancy(guest)
+    assert slot.process is not None and slot.process.phase == InstancePhase.STARTING
+    assert world.detail(guest).startswith("waiting until engine/g0.0 can leave: hybrid/g0.1 needs")
+    assert slot.process.restarts == 0 and world.starts == [("engine/g0.0", True)]
+    budgets.limits = TierBytes(accelerator=2 * BYTES)
+    world.starts_slowly.clear()
+    assert InstancePhase.FAILED not in await world.until(guest, InstancePhase.READY, 30.0)
 
 
 @story_on(in_world, "tmp_path")
