@@ -65,7 +65,8 @@ def describe_key(key: ProfileKey) -> str:
 def make_profiles_table(rows: Sequence[ProfileRow]) -> Table:
     """Return a table with a row for each function of each kind."""
     table = console_tables.make_table(
-        *("kind", "function", "pieces", "median", "p90", "longest", "gap", "bytes"), wraps=False
+        *("kind", "function", "pieces", "median", "p90", "longest", "gap", "repeats", "bytes"),
+        wraps=False,
     )
     for row in rows:
         kind = describe_key(row.key)
@@ -78,6 +79,7 @@ def make_profiles_table(rows: Sequence[ProfileRow]) -> Table:
                 *(_format_s(took.compute_quantile_s(share)) for share in (0.5, 0.9)),
                 _format_s(took.max_s),
                 _format_s(one.gaps.compute_quantile_s(0.5)) if one.gaps.count else "-",
+                f"{100 * one.repeats / took.count:.0f} %" if took.count else "-",
                 describe_bytes(sum(one.bytes_by_kind.values())) if one.bytes_by_kind else "-",
             )
             kind = ""
@@ -94,6 +96,7 @@ def _function_document(one: FunctionProfile) -> dict[str, Any]:
     return {
         "duration": _statistics_document(one.durations),
         "gap": _statistics_document(one.gaps),
+        "repeats": round(one.repeats, 3),
         "bytes_by_kind": one.bytes_by_kind,
     }
 

@@ -29,7 +29,9 @@ def mesh(tmp_path: Path) -> MeshPaths:
 
 
 def save_profiles(mesh: MeshPaths) -> None:
-    profile = encode_profile(make_profile(0.25, 0.25, 4.0, kv_cache=9))
+    functions = make_profile(0.25, 0.25, 4.0, kv_cache=9)
+    functions["generate"].repeats = 1.5
+    profile = encode_profile(functions)
     rows = {
         key.encode(): json.dumps({"revision": 1, "written_ms": 5, "profile": profile})
         for key in (KEY, TRAINER)
@@ -43,8 +45,9 @@ def test_table_has_a_row_for_each_function(
     save_profiles(mesh)
     print_profiles(mesh.root, None, "", as_json=False)
     header, first, second = capsys.readouterr().out.splitlines()
-    assert " ".join(header.split()) == "kind function pieces median p90 longest gap bytes"
+    assert " ".join(header.split()) == "kind function pieces median p90 longest gap repeats bytes"
     assert describe_key(KEY) in first and "250 ms" in first and "4 s" in first
+    assert "50 %" in first
     assert "no rows" in second and "2 ranks" in second and "9 bytes" in second
 
 
@@ -62,6 +65,7 @@ def test_json_has_the_statistics_of_the_selected_kinds(
         "p90_s": 4.0,
         "max_s": 4.0,
     }
+    assert found["functions"]["generate"]["repeats"] == 1.5
     assert found["functions"]["generate"]["bytes_by_kind"] == {"kv_cache": 9}
 
 
