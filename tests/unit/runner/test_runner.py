@@ -211,3 +211,14 @@ def test_groups_of_processes_that_have_ended_are_removed() -> None:
     account.close()
     assert not any(name.startswith(f"{PREFIX}{ran.stdout.strip()}-") for name in left)
     assert account.place.name in left and not account.place.exists()
+
+
+def test_script_that_ends_before_the_first_sample_counts_as_on_a_quiet_host(
+    tmp_path: Path,
+) -> None:
+    end = [sys.executable, str(ROOT / ".ci/quiet-seconds"), "end", str(os.getpid()), "3"]
+    samples = tmp_path / "slowness.log"
+    for _ in range(2):  # without a file, and with an empty one
+        shown = subprocess.run([*end, str(samples), "-", "-", "0"], capture_output=True, check=True)
+        assert shown.stdout.split() == [b"3", b"3"]
+        samples.touch()
