@@ -233,6 +233,7 @@ class SliceExplanation:
     decisions: list[SliceDecision]  # in the order of time
     slices: list[SliceRecord]  # in the order of grants
     waiting: list[SliceCandidate] = field(default_factory=list)  # requests now, best first
+    kill_errors: list[str] = field(default_factory=list)  # of overdue holders that survive
 
 
 @message

@@ -165,6 +165,8 @@ def explain_decisions(subject: str, mesh: Path | None, as_json: bool) -> None:
     if isinstance(slices, SliceExplanation):
         print(f"\nTime slices of {subject} by the policy {slices.policy}, in seconds:")
         console_tables.print_table(slice_tables.make_decisions_table(slices))
+        for error in slices.kill_errors:
+            print(error)
     elif slices is not None:
         print(f"\nThe slice scheduler of {subject} does not explain itself: {slices}")
 

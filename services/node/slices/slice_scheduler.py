@@ -76,7 +76,8 @@ class SliceScheduler:
         self._preparations: dict[str, asyncio.Task[None]] = {}  # by ticket
         self._wakeup = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()  # kills and failures
-        self._being_killed: dict[str, set[str]] = {}  # by ticket: workers whose process is alive
+        # by ticket: workers whose process is alive, with the error of its last kill
+        self._being_killed: dict[str, dict[str, str]] = {}
         self.granted_count = self.killed_count = 0
 
     def stats(self) -> SliceStats:
@@ -124,7 +125,7 @@ class SliceScheduler:
         workers = self._gang.workers if self._gang is not None else ()
         for request in self._queue.list_requests(instance):
             if alive := self._being_killed.get(request.ticket):  # its next process stays
-                alive.discard(workers[min(request.ranks)])
+                alive.pop(workers[min(request.ranks)], None)
         for grant in self._queue.drop_instance(instance, [worker_name(one) for one in workers]):
             why = "the process of their first rank has exited within their time slice"
             self._run(self._kill_other_ranks(grant, why), f"kill {instance}")
@@ -187,6 +188,7 @@ class SliceScheduler:
             self._history.list_decisions(request.since_s),
             self._history.list_slices(request.since_s),
             describe_candidates(self._queue.rank_waiting(now), now),
+            [why for alive in self._being_killed.values() for why in alive.values() if why],
         )
 
     def release(self, request: ReleaseSlice) -> None:
@@ -424,7 +426,9 @@ class SliceScheduler:
         The holder keeps its slice, because a process that survives keeps its memory.
         """
         workers = self._gang.workers if self._gang is not None else ()
-        alive = self._being_killed[request.ticket] = {workers[rank] for rank in ranks if workers}
+        alive = self._being_killed[request.ticket] = {
+            workers[rank]: "" for rank in ranks if workers
+        }
         order = KillInstance(request.instance, request.generation, why)
         while alive and self._queue.has(request.ticket):
             await run_all(self._kill_on_worker(worker, order, alive) for worker in sorted(alive))
@@ -436,8 +440,10 @@ class SliceScheduler:
         """Kill this worker's own process of an instance, for the scheduler of its gang."""
         await self._kill(request.instance, request.generation, request.reason)
 
-    async def _kill_on_worker(self, worker: str, order: KillInstance, alive: set[str]) -> None:
-        """Kill an instance's process on a worker and remove it from `alive`; log an error.
+    async def _kill_on_worker(
+        self, worker: str, order: KillInstance, alive: dict[str, str]
+    ) -> None:
+        """Kill an instance's process on a worker and remove it from `alive`, or set its error.
 
         A lost worker ends with its processes.
         """
@@ -451,8 +457,10 @@ class SliceScheduler:
                 "an instance could not be killed", worker=worker, error=str(error)
             )
             if not isinstance(error, PeerLost):
+                if worker in alive:
+                    alive[worker] = f"{order.instance} on {worker} was not killed: {error}"
                 return
-        alive.discard(worker)
+        alive.pop(worker, None)
 
 
 def _key_of(request: SliceRequest) -> tuple[str, str, int]:

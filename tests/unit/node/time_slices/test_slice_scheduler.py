@@ -296,7 +296,12 @@ async def test_holder_that_survives_its_kill_keeps_its_slice_and_is_killed_again
     (_, engine), (_, core) = [await stage.join_instance(i) for i in (0, 1)]
     stage.kill_errors[worker] = [DeadlineExceeded("it has not exited")] * 2
     await core.acquire_slice("train_step")
-    await stage.compute("engine", engine, 0.2)
+    waiting = asyncio.create_task(stage.compute("engine", engine, 0.2))
+    await stage.clock.sleep(LEASES.default_s + 2.0)
+    [shown] = scheduler.explain(ExplainSlices(0.0)).kill_errors
+    assert shown.startswith(f"g0.1 on {worker} was not killed: ") and "not exited" in shown
+    await waiting
+    assert scheduler.explain(ExplainSlices(0.0)).kill_errors == []
     [(_, started_s, _)] = stage.computing
     assert started_s >= LEASES.default_s + 3.0  # each kill takes a second
     assert sorted(stage.kills) == sorted(
