@@ -64,7 +64,7 @@ def test_equal_lengths_are_packed_equally(lengths: list[int], ranks: int, cost: 
 
 
 @pytest.mark.rotating(2)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=6),
     st.sampled_from([BinCost(), BinCost(1, 0.1, 5), BinCost(0, 1, 3)]),

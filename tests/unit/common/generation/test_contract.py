@@ -253,7 +253,7 @@ actions = st.lists(
 
 @pytest.mark.rotating(3)
 @settings(
-    max_examples=25,
+    max_examples=15,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # fixtures hold no state
 )
 @given(script=actions)

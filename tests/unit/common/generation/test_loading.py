@@ -172,7 +172,7 @@ def assert_output_is_independent_of_loads(
     assert shared or computed == length + 2 - loaded
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @cases
 def test_output_is_independent_of_loads(
     engines: dict[str, tuple[BuiltinEngine, ChunkPrefixStore]], **case: Any

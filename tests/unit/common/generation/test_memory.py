@@ -46,7 +46,7 @@ def count_reusable_tokens(known: np.ndarray, queried: np.ndarray) -> int:
     return common if in_tail else common // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(inserted=st.lists(tokens_of, max_size=6), queried=tokens_of)
 def test_longest_cached_prefix_is_matched(inserted: list[np.ndarray], queried: np.ndarray) -> None:
     pool = BlockPool(200)
@@ -194,7 +194,7 @@ class Memory(RuleBasedStateMachine):
 TestMemory = Memory.TestCase
 
 
-TestMemory.settings = settings(max_examples=60, stateful_step_count=30)
+TestMemory.settings = settings(max_examples=40, stateful_step_count=20)
 
 
 def compute_cheapest_split(lengths: list[int]) -> int:

@@ -245,38 +245,44 @@ ADJUSTMENTS = [
 ]
 
 
-@pytest.mark.parametrize("adjustments", ADJUSTMENTS, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_adjusted_logits_are_those_of_the_definition_wherever_a_turn_continues(
-    make: Make, adjustments: LogitAdjustments, temperature: float
+    make: Make, temperature: float
 ) -> None:
-    """Batch adjusted with plain requests, and continue the turns on another engine."""
+    """Batch all adjustments with a plain request, and continue the turns on another engine."""
     how: dict[str, Any] = {"temperature": temperature, "stop_ids": STOPS, "max_new": 20}
-    adjusted = how | {"adjustments": adjustments, "wants_raw_logprobs": True}
-    outputs = Listener(make()).run(
-        request(1, CONTEXT, **adjusted), request(2, CONTEXT, seed=1, **how)
-    )
-    tokens = outputs[1].tokens
-    for i, token in enumerate(tokens):
-        expected = adjusted_logprobs(CONTEXT, tokens[:i], adjustments, STOPS)
-        assert outputs[1].logprobs[i] == pytest.approx(expected[token], abs=2e-4)
-        assert temperature or expected[token] >= expected.max() - 2e-4
-    raw = expected_logprobs(decoder(), CONTEXT, tokens)
-    np.testing.assert_allclose(outputs[1].raw_logprobs, raw, atol=2e-4)
-    plain = Listener(make()).run(request(2, CONTEXT, seed=1, **how))[2]
-    assert outputs[2].tokens == plain.tokens
-    np.testing.assert_allclose(outputs[2].logprobs, plain.logprobs, atol=1e-5)
-    half = len(tokens) // 2
-    rest = Listener(make()).run(
+    plain = request(99, CONTEXT, seed=1, **how)
+    options = [
+        how | {"adjustments": adjustments, "seed": 1, "wants_raw_logprobs": True}
+        for adjustments in ADJUSTMENTS
+    ]
+    adjusted = [request(i, CONTEXT, **more) for i, more in enumerate(options)]
+    outputs = Listener(make(slots=8)).run(*adjusted, plain)
+    for i, adjustments in enumerate(ADJUSTMENTS):
+        tokens = outputs[i].tokens
+        for at, token in enumerate(tokens):
+            expected = adjusted_logprobs(CONTEXT, tokens[:at], adjustments, STOPS)
+            assert outputs[i].logprobs[at] == pytest.approx(expected[token], abs=2e-4)
+            assert temperature or expected[token] >= expected.max() - 2e-4
+        raw = expected_logprobs(decoder(), CONTEXT, tokens)
+        np.testing.assert_allclose(outputs[i].raw_logprobs, raw, atol=2e-4)
+    alone = Listener(make()).run(plain)[99]
+    assert outputs[99].tokens == alone.tokens
+    np.testing.assert_allclose(outputs[99].logprobs, alone.logprobs, atol=1e-5)
+    halves = [len(outputs[i].tokens) // 2 for i in range(len(options))]
+    sequels = [
         request(
-            3,
-            CONTEXT + tokens[:half],
-            seed=1,
+            i,
+            CONTEXT + outputs[i].tokens[:half],
             turn_start=len(CONTEXT),
-            **adjusted | {"max_new": 20 - half},
+            **more | {"max_new": 20 - half},
         )
-    )[3]
-    assert rest.tokens == tokens[half:] and rest.finish == outputs[1].finish
+        for i, (half, more) in enumerate(zip(halves, options, strict=True))
+    ]
+    rest = Listener(make(slots=8)).run(*sequels)
+    for i, half in enumerate(halves):
+        assert rest[i].tokens == outputs[i].tokens[half:], ADJUSTMENTS[i]
+        assert rest[i].finish == outputs[i].finish
 
 
 def test_no_stop_ends_a_turn_before_its_least_tokens(make: Make) -> None:
@@ -296,17 +302,17 @@ def test_no_stop_ends_a_turn_before_its_least_tokens(make: Make) -> None:
 
 
 @pytest.mark.needs("compiler")
-@pytest.mark.parametrize("adjustments", ADJUSTMENTS, ids=str)
-def test_backends_sample_the_same_tokens_from_adjusted_logits(
-    adjustments: LogitAdjustments,
-) -> None:
+def test_backends_sample_the_same_tokens_from_adjusted_logits() -> None:
+    count = 6  # requests with the same adjustments
+    requests = [
+        request(count * i + j, words(j, 5), stop_ids=STOPS, adjustments=adjustments, top_p=0.9)
+        for i, adjustments in enumerate(ADJUSTMENTS)
+        for j in range(count)
+    ]
     native, graphs = (
-        Listener(built_in(path)).run(
-            *(
-                request(i, words(i, 5), stop_ids=STOPS, adjustments=adjustments, top_p=0.9)
-                for i in range(12)
-            )
-        )
-        for path in BUILT_IN
+        Listener(built_in(path, slots=len(requests))).run(*requests) for path in BUILT_IN
     )
-    assert sum(native[i].tokens == graphs[i].tokens for i in range(12)) >= 11
+    for i, adjustments in enumerate(ADJUSTMENTS):
+        ids = range(count * i, count * (i + 1))
+        same = [native[id].tokens == graphs[id].tokens for id in ids]
+        assert sum(same) >= count - 1, adjustments  # a draw may fall between two roundings

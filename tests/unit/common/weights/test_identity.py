@@ -285,8 +285,7 @@ def assemble_tensors(version: StagedVersion, chunks: dict[str, bytes]) -> dict[s
     return tensors
 
 
-@pytest.mark.rotating(2)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12)
 @given(
     ranks=st.integers(1, 5),
     chunk_bytes=st.integers(16, 20_000),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import os
 import subprocess
@@ -166,10 +165,8 @@ def test_deleted_files_stay_mapped_while_a_tensor_exists(tmp_path: Path) -> None
     files.store.chunk_path(digest).unlink()
     count_before = count_mappings(digest)
     del image
-    gc.collect()
     assert count_before and count_mappings(digest) == count_before and torch.equal(view, LARGE)
     del view
-    gc.collect()
     assert not count_mappings(digest)
 
 
@@ -192,10 +189,8 @@ def test_image_stays_mapped_as_long_as_any_view(tmp_path: Path, kind: str) -> No
     files = Files(tmp_path, {"a": LARGE})
     digest = files.add_chunk(("a", 0, COUNT))
     view = VIEWS[kind](files.map_image())
-    gc.collect()
     assert count_mappings(digest) and torch.equal(as_tensor(view), LARGE)
     del view
-    gc.collect()
     assert not count_mappings(digest)
 
 
@@ -247,14 +242,12 @@ def test_addresses_are_unmapped_once(tmp_path: Path) -> None:
     image = files.map_image()
     finalizer, address = image._unmap_finalizer, image.tensor("a").data_ptr()
     del image
-    gc.collect()
     assert not finalizer.alive
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(PAGE_BYTES), 3, flags, -1, 0)
     finalizer()
-    gc.collect()
     ctypes.memset(mapping, 7, PAGE_BYTES)
     assert libc.munmap(ctypes.c_void_p(mapping), ctypes.c_size_t(PAGE_BYTES)) == 0
 
@@ -271,7 +264,6 @@ def test_failed_mapping_keeps_its_addresses_reserved(tmp_path: Path) -> None:
     finally:
         os.close(descriptor)
     del image
-    gc.collect()
     assert not finalizer.alive and any(low <= address < high for low, high in list_mappings())
 
 

@@ -197,7 +197,7 @@ def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.rotating(3)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(opening=words, rounds=st.lists(st.tuples(turns, words), min_size=1, max_size=4))
 def test_earlier_ids_are_unchanged_by_any_sampled_turn(
     chat: ChatFormat, opening: str, rounds: Any
