@@ -560,6 +560,8 @@ class PoolWorkersConfig(ConfigTable):
         0  # minimum; the job waits until it gets these; 0: the computed minimum
     )
     most: NonNegativeInteger = 0  # maximum; 0: unlimited
+    most_spot: NonNegativeInteger = 0  # maximum of spot workers; 0: unlimited
+    most_lent: NonNegativeInteger = 0  # maximum of lent workers; 0: unlimited
 
 
 @dataclass(frozen=True)
@@ -572,6 +574,11 @@ class PoolConfig(ConfigTable):
     # Engines on the workers of the core, by time slices: always, never, or where the planner
     # predicts a shorter step or workers are few.
     colocate: Literal["auto", "always", "never"] = "auto"
+    # markets whose workers the job takes
+    markets: Annotated[list[Literal["reserved", "spot", "lent"]], MinLen(1)] = field(
+        default_factory=lambda: ["reserved", "spot", "lent"]
+    )
+    max_cost_per_hour: NonNegativeNumber = 0.0  # of all its workers; 0: unlimited
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from meshrl.common.state.pool.scheduling.decisions import Decision
 from meshrl.common.state.pool.scheduling.feasibility import (
     drop_infeasible_degrees,
     drop_infeasible_sharing,
+    limit_to_markets,
 )
 from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
 from meshrl.services.planner.admission.fair_shares import PoolDivision, ShareClaim, divide_pool
@@ -76,8 +77,10 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
     jobs = [
         replace(
             job,
-            requirements=drop_infeasible_sharing(
-                drop_infeasible_degrees(job.requirements, usable), usable
+            requirements=limit_to_markets(
+                drop_infeasible_sharing(drop_infeasible_degrees(job.requirements, usable), usable),
+                usable,
+                snapshot.settings,
             ),
         )
         for job in order_runnable_jobs(snapshot.jobs, failed)
@@ -148,12 +151,16 @@ def _divide_pool(
     jobs = [job for job in jobs if job.id not in rejected]
     settings = snapshot.settings
     places = Counter(settings.get_gang_location(worker) for worker in presence.usable_workers)
+    markets: dict[str, Counter[str]] = {}
+    for worker in presence.usable_workers:
+        markets.setdefault(settings.get_gang_location(worker), Counter())[worker.market] += 1
     claims = {job.id: _build_share_claim(draft, job) for job in jobs}
     time_slicing = settings.time_slicing and not snapshot.is_gathering_workers
 
     def divide(partners: Mapping[str, str]) -> PoolDivision:
         may_share = time_slicing or bool(partners)
-        division = divide_pool(jobs, places, claims, may_share, settings.gang_scope, partners)
+        about = places, claims, may_share, settings.gang_scope, partners, markets
+        division = divide_pool(jobs, *about)
         return replace(division, time_slicing=time_slicing)
 
     def add_partners(can_leave: bool) -> PoolDivision:

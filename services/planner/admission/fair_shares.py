@@ -17,6 +17,7 @@ from itertools import groupby
 
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.demand.requirements import JobRequirements, PlannedJob
+from meshrl.common.state.pool.workers.rows import MARKETS
 
 MAX_NAMED_JOBS = 3  # number of jobs named in a reason
 
@@ -66,18 +67,22 @@ def divide_pool(
     time_slicing: bool,
     place_kind: str = "host",
     partners: Mapping[str, str] | None = None,
+    markets_by_place: Mapping[str, Mapping[str, int]] | None = None,
 ) -> PoolDivision:
     """Divide the pool among jobs, in the order of the jobs. `workers_by_place` counts the usable
     workers of each place; a gang lies in one place, which is of `place_kind`. `time_slicing`
     permits engines and cores to share workers. `partners`: of jobs whose cores share the workers
     of another job's core, that job. Each of the two counts with half of these workers.
+    `markets_by_place` counts the workers of each market in each place; None: all are reserved.
     """
     guests = partners or {}
-    found = _divide_pool_once(jobs, workers_by_place, claims, time_slicing, place_kind, guests)
+    capacity = _PoolCapacity(workers_by_place, place_kind, markets_by_place)
+    found = _divide_pool_once(jobs, capacity, claims, time_slicing, guests)
     alone = {guest for guest, partner in found.partners.items() if partner not in found.workers}
     if alone:  # the partner has no workers
         kept = {guest: partner for guest, partner in guests.items() if guest not in alone}
-        return divide_pool(jobs, workers_by_place, claims, time_slicing, place_kind, kept)
+        about = workers_by_place, claims, time_slicing, place_kind, kept, markets_by_place
+        return divide_pool(jobs, *about)
     ranks = {job.id: job.requirements.ranks for job in jobs}
     for guest in found.partners:
         found.workers[guest] += ranks[guest]
@@ -86,21 +91,19 @@ def divide_pool(
 
 def _divide_pool_once(
     jobs: Sequence[PlannedJob],
-    workers_by_place: Mapping[str, int],
+    capacity: _PoolCapacity,
     claims: Mapping[str, ShareClaim],
     time_slicing: bool,
-    place_kind: str,
     guests: Mapping[str, str],
 ) -> PoolDivision:
     """Divide the pool; shares of guests are without the workers that they share."""
     found = PoolDivision(time_slicing=time_slicing)
-    rooms = _PlaceCapacity(workers_by_place, place_kind)
-    remaining_workers = sum(workers_by_place.values())
+    remaining_workers = sum(capacity.total_workers.values())
     levels: list[tuple[dict[str, ShareBounds], int]] = []
     for _, grouped in groupby(jobs, key=lambda job: job.requirements.priority):
         level = list(grouped)
         bounds, reserved_workers = _admit_priority_level(
-            level, remaining_workers, rooms, claims, time_slicing, found, guests
+            level, remaining_workers, capacity, claims, time_slicing, found, guests
         )
         levels.append((bounds, reserved_workers))
         remaining_workers -= reserved_workers
@@ -173,7 +176,7 @@ def _compute_max_min_shares(bounds: Sequence[ShareBounds], workers: int) -> list
 def _admit_priority_level(
     level_jobs: Sequence[PlannedJob],
     free_workers: int,
-    capacity: _PlaceCapacity,
+    capacity: _PoolCapacity,
     claims: Mapping[str, ShareClaim],
     time_slicing: bool,
     division: PoolDivision,
@@ -211,12 +214,19 @@ def _admit_priority_level(
             if job.requirements.colocate == "never":
                 why += ', and pool.colocate = "never" keeps its engines off the core\'s workers'
             division.rejected[job.id] = why
+        elif least > (accepted := capacity.count_accepted(job.requirements)):
+            names = " and ".join(job.requirements.markets.accepted)
+            division.rejected[job.id] = (
+                f"it needs {least} workers, and {accepted} free ones are of markets and numbers "
+                f"that it takes (pool.markets: {names})"
+            )
         elif job.id in guests:
             ranks = job.requirements.ranks
             most = max((job.requirements.max_workers or math.inf) - ranks, least)
             division.partners[job.id] = guests[job.id]
             bounds[job.id] = ShareBounds(least, most, job.requirements.share, ranks / 2)
             free -= least
+            capacity.take_workers(job.requirements, least)
         elif home := capacity.take_core_place(
             job.requirements, "" if claim.is_stranded else claim.core_place
         ):
@@ -224,6 +234,7 @@ def _admit_priority_level(
             most = max(job.requirements.max_workers or math.inf, least)
             bounds[job.id] = ShareBounds(least, most, job.requirements.share)
             free -= least
+            capacity.take_workers(job.requirements, least)
         else:
             why = f"no {capacity.place_kind} has {job.requirements.ranks} workers left for its core"
             division.rejected[job.id] = why
@@ -235,25 +246,57 @@ def _admit_priority_level(
     return bounds, reserved_workers
 
 
-class _PlaceCapacity:
-    """Workers of each place that have no core yet."""
+class _PoolCapacity:
+    """Workers of each place that have no core yet, and those of each market that no job has."""
 
-    def __init__(self, workers_by_place: Mapping[str, int], place_kind: str) -> None:
+    def __init__(
+        self,
+        workers_by_place: Mapping[str, int],
+        place_kind: str,
+        markets_by_place: Mapping[str, Mapping[str, int]] | None,
+    ) -> None:
         self.total_workers, self.place_kind = workers_by_place, place_kind
+        self._markets_by_place = markets_by_place or {
+            place: {MARKETS[0]: count} for place, count in workers_by_place.items()
+        }
+        self._free_of_market = Counter[str]()
+        for counts in self._markets_by_place.values():
+            self._free_of_market.update(counts)
         self._free_workers = dict(workers_by_place)
         # for engines of several workers; no core takes them
         self._reserved_workers = dict.fromkeys(workers_by_place, 0)
 
+    def count_accepted(self, requirements: JobRequirements) -> int:
+        """Return the number of free workers of the markets that a job takes, within its limits."""
+        free = self._free_of_market
+        return int(sum(min(free[m], requirements.markets.get_most(m)) for m in MARKETS))
+
+    def take_workers(self, requirements: JobRequirements, count: int) -> None:
+        """Take the workers of a job's minimum: for its core those that stay, else the others."""
+        ranks = min(requirements.ranks, count)
+        for needed, order in (ranks, MARKETS), (count - ranks, MARKETS[::-1]):
+            remaining = needed
+            for market in order:
+                most = min(remaining, requirements.markets.get_most(market))
+                taken = int(min(most, self._free_of_market[market]))
+                self._free_of_market[market] -= taken
+                remaining -= taken
+
     def take_core_place(self, requirements: JobRequirements, current_place: str) -> str:
         """Reserve a place for a core and return it, or an empty string if none fits. Prefer the
-        current place, else the place with most free workers; prefer places with room for an
-        engine of several workers.
+        current place, else places with room for an engine of several workers, then those whose
+        workers stay, then the place with most free workers.
         """
         ranks, engine = (
             requirements.ranks,
             requirements.smallest_engine if requirements.needs_rollout else 0,
         )
-        fits = [place for place, free in self._free_workers.items() if free >= ranks]
+        accepted = requirements.markets.accepted
+        fits = [
+            place
+            for place, free in self._free_workers.items()
+            if min(free, self._count_of_markets(place, accepted)) >= ranks
+        ]
         if not fits:
             return ""
         if current_place not in fits:
@@ -261,6 +304,7 @@ class _PlaceCapacity:
                 fits,
                 key=lambda place: (
                     self._can_fit_engine(place, requirements),
+                    min(ranks, self._count_of_markets(place, MARKETS[:1])),
                     self._free_workers[place],
                 ),
             )
@@ -281,6 +325,9 @@ class _PlaceCapacity:
         return remaining_by_place[place] >= 0 and (
             alone or max(remaining_by_place.values()) >= requirements.smallest_engine
         )
+
+    def _count_of_markets(self, place: str, markets: Sequence[str]) -> int:
+        return sum(self._markets_by_place[place].get(market, 0) for market in markets)
 
     def _count_unreserved(self, place: str) -> int:
         return self._free_workers[place] - self._reserved_workers[place]

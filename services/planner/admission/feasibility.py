@@ -11,6 +11,7 @@ from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.scheduling.decisions import FailJob, Rationale
 from meshrl.common.state.pool.scheduling.feasibility import (
     drop_infeasible_degrees,
+    explain_market_limits,
     explain_no_colocation,
     explain_no_common_location,
     explain_too_few_workers,
@@ -40,6 +41,7 @@ def find_infeasible_jobs(
         need = drop_infeasible_degrees(job.requirements, expected_workers)
         why[job.id] = (
             explain_too_few_workers(need, places, settings)
+            or explain_market_limits(need, expected_workers, settings)
             or explain_no_common_location(need, expected_workers, settings)
             or (
                 ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 
 from meshrl.common.hardware.accelerators import load_accelerators, match_kind
@@ -11,6 +12,7 @@ from meshrl.common.state.pool.scheduling.decisions import Rationale
 from meshrl.common.state.pool.scheduling.feasibility import estimate_accelerator_bytes, has_room
 from meshrl.common.state.pool.store.documents import id_sort_key
 from meshrl.common.state.pool.workers.rows import Role, Tier
+from meshrl.services.planner.policies.market_limits import explain_not_taken, rank_for_core
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement, JobInstances
 
@@ -59,6 +61,7 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
     """Choose the workers of a new core, in rank order; none while they are not available."""
     ranks = job.requirements.ranks
     own = draft.get_instances(job.id)
+    find_free_worker = partial(draft.find_free_worker, rank=lambda w: rank_for_core(draft, w))
     if ranks > 1:
         candidates = [w for w in draft.placeable_workers if draft.get_place(w) == core_place]
         split_workers = [
@@ -74,12 +77,12 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
         ]
         candidates = [
             *own_workers,
-            *filter(None, [draft.find_free_worker(lambda w: _can_host_core(draft, job, w))]),
+            *filter(None, [find_free_worker(lambda w: _can_host_core(draft, job, w))]),
         ]
         # where an engine, or a core of several ranks, reserves the workers of a place
         needs = draft.requirements_by_job.values()
         if any(need.smallest_engine > 1 or need.ranks > 1 for need in needs):
-            at_home = draft.find_free_worker(
+            at_home = find_free_worker(
                 lambda w: draft.get_place(w) == core_place and _can_host_core(draft, job, w)
             )
             own_at_home = [
@@ -102,7 +105,8 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
         )
     else:
         looks = (choose_fewest_hosts(offers, ranks, most) for most in COST_LIMITS)
-    return next(filter(None, looks), [])
+    chosen = next(filter(None, looks), [])
+    return [] if explain_not_taken(draft, job, chosen) else chosen
 
 
 def choose_two_kinds(
@@ -191,12 +195,13 @@ def _compute_worker_cost(
         return UNAVAILABLE_COST
     if asleep and job.requirements.ranks > 1:
         return UNAVAILABLE_COST if any(not _can_leave(draft, s) for s in asleep) else max(cost, 8)
-    return cost + 2 * bool(asleep)
+    return cost + 2 * bool(asleep) + rank_for_core(draft, worker)
 
 
 def _can_host_core(draft: PoolDraft, job: PlannedJob, worker: str) -> bool:
     need = estimate_accelerator_bytes(Role.TRAINING, True, job.requirements.ranks, job.requirements)
-    return has_room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, need)
+    has_memory = has_room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, need)
+    return has_memory and not explain_not_taken(draft, job, [worker])
 
 
 def _compute_removal_cost(

@@ -18,6 +18,7 @@ from meshrl.common.state.pool.scheduling.decisions import Rationale
 from meshrl.common.state.pool.scheduling.snapshot import Move
 from meshrl.common.state.pool.store.documents import id_sort_key
 from meshrl.common.state.pool.workers.rows import Role
+from meshrl.services.planner.policies.market_limits import explain_not_taken, rank_for_engine
 from meshrl.services.planner.policies.role_moves import make_reversible_move
 from meshrl.services.planner.policies.worker_gathering import (
     IMMOVABLE_COST,
@@ -54,12 +55,12 @@ def add_engines(draft: PoolDraft, job: PlannedJob, max_workers: int, rationale: 
             continue
         if max_workers - used_workers < degree:
             break
-        for there in find_idle_workers(draft, job.requirements, degree).values():
+        for there in find_idle_workers(draft, job, degree).values():
             for start in range(0, len(there) - degree + 1, degree):
-                if max_workers - used_workers >= degree:
-                    draft.place_instance(
-                        there[start : start + degree], job.id, Role.ROLLOUT, rationale
-                    )
+                chosen = there[start : start + degree]
+                is_taken = not explain_not_taken(draft, job, chosen)
+                if is_taken and max_workers - used_workers >= degree:
+                    draft.place_instance(chosen, job.id, Role.ROLLOUT, rationale)
                     used_workers += degree
     return used_workers
 
@@ -143,7 +144,9 @@ def reshape_engines(
         return True
     move_details = {"policy": rationale.rule, **(details or {}), "to": Role.TRAINING}
     while len(draft.get_instances(job.id).hybrids) < hybrids:  # on idle workers
-        worker = draft.find_free_worker(lambda w: can_host_hybrid(draft, job.requirements, w))
+        worker = draft.find_free_worker(
+            lambda w: can_host_hybrid(draft, job, w), lambda w: rank_for_engine(draft, w)
+        )
         if not worker:
             return False
         move_factory = make_reversible_move(draft, job.id, Role.ROLLOUT, move_details)
@@ -208,7 +211,7 @@ def _find_workers(
     costs = {one.instance.id: SURPLUS_COST for one in surplus_engines}
     costs |= {one.instance.id: SPARE_HYBRID_COST for one in spare_hybrids}
     return gather_workers(
-        draft, job.requirements, degree, lambda one: costs.get(one.instance.id, IMMOVABLE_COST)
+        draft, job, degree, lambda one: costs.get(one.instance.id, IMMOVABLE_COST)
     )
 
 
@@ -234,13 +237,14 @@ def _find_only_engine_workers(
             IMMOVABLE_COST if len(seated.workers) >= degree or resident.pinned else OTHER_JOB_COST
         )
 
-    return gather_workers(draft, job.requirements, degree, cost)
+    return gather_workers(draft, job, degree, cost)
 
 
 def _find_idle_worker(draft: PoolDraft, job: PlannedJob) -> str:
     """Return an idle worker for an engine of one worker; empty without one."""
     return draft.find_free_worker(
-        lambda worker: can_host_engine(draft, job.requirements, worker, 1)
+        lambda worker: can_host_engine(draft, job, worker, 1),
+        lambda worker: rank_for_engine(draft, worker),
     )
 
 
@@ -260,16 +264,14 @@ def find_engine_around(draft: PoolDraft, job: PlannedJob, worker: str) -> Gather
     if any(one.instance.core or not one.is_awake for one in there.values()):
         return None
     helpers = [one for one in draft.get_instances(job.id).hybrids if not one.instance.pinned]
-    near = [
-        w for w in find_idle_workers(draft, job.requirements, degree).get(host, []) if w != worker
-    ]
+    near = [w for w in find_idle_workers(draft, job, degree).get(host, []) if w != worker]
     lending = {
         one.workers[0]: one
         for one in helpers
         if draft.workers[one.workers[0]].host == host and one.instance.id not in there
     }
     others = [*near, *lending][: degree - 1]
-    if len(others) < degree - 1 or not can_host_engine(draft, job.requirements, worker, degree):
+    if len(others) < degree - 1 or not can_host_engine(draft, job, worker, degree):
         return None
     leave = [*there.values(), *(lending[name] for name in others if name in lending)]
     return GatheredWorkers(tuple(sorted([worker, *others], key=id_sort_key)), tuple(leave))

@@ -13,6 +13,7 @@ from meshrl.common.state.pool.scheduling.decisions import Rationale
 from meshrl.common.state.pool.scheduling.feasibility import list_slice_bytes
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.services.planner.admission.fair_shares import PoolDivision
+from meshrl.services.planner.policies.market_limits import explain_not_taken
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import InstancePlacement
 from meshrl.services.planner.pool.residency import explain_no_slice_room
@@ -97,6 +98,8 @@ def _place_core_beside(
     if not core.is_awake or not draft.placeable_workers.issuperset(workers):
         return
     if any(explain_no_slice_room(draft, worker, needs) for worker in workers):
+        return
+    if explain_not_taken(draft, job, workers):
         return
     why = Rationale(RULE, job.id, {"entitled": share, "partner": core.instance.job})
     if not core.instance.time_sliced:

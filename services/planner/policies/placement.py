@@ -15,6 +15,7 @@ from meshrl.common.state.pool.scheduling.feasibility import list_slice_bytes
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.services.planner.policies import engine_placement
 from meshrl.services.planner.policies.hybrid_transfers import can_add_hybrids
+from meshrl.services.planner.policies.market_limits import explain_not_taken, rank_for_engine
 from meshrl.services.planner.policies.worker_gathering import can_host_hybrid
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import JobInstances
@@ -103,7 +104,9 @@ def _add_hybrids(draft: PoolDraft, job: PlannedJob, max_hybrids: int, rationale:
     if not can_add_hybrids(job) or max_hybrids <= 0:
         return max_hybrids
     for found in range(max_hybrids):
-        worker = draft.find_free_worker(lambda w: can_host_hybrid(draft, job.requirements, w))
+        worker = draft.find_free_worker(
+            lambda w: can_host_hybrid(draft, job, w), lambda w: rank_for_engine(draft, w)
+        )
         if not worker:
             return found
         draft.place_instance([worker], job.id, Role.TRAINING, rationale)
@@ -174,7 +177,7 @@ def _place_scoring(draft: PoolDraft, job: PlannedJob, share: int, time_slicing: 
     why, worker = _make_rationale("default", job, share), ""
     is_alone = not can_share or _has_own_scoring_worker(job, share)
     if is_alone:
-        worker = draft.find_free_worker()
+        worker = _find_scoring_worker(draft, job)
     if is_alone and not worker:
         movable = [e for e in team.engines if not e.instance.pinned]
         spares = [h for h in team.hybrids if not h.instance.pinned]
@@ -187,6 +190,12 @@ def _place_scoring(draft: PoolDraft, job: PlannedJob, share: int, time_slicing: 
         draft.place_instance([worker], job.id, Role.SCORING, why)
     elif can_share:
         _place_scoring_beside_core(draft, job, _make_rationale("turns", job, share))
+
+
+def _find_scoring_worker(draft: PoolDraft, job: PlannedJob) -> str:
+    return draft.find_free_worker(
+        lambda w: not explain_not_taken(draft, job, [w]), lambda w: rank_for_engine(draft, w)
+    )
 
 
 def _place_scoring_beside_core(draft: PoolDraft, job: PlannedJob, rationale: Rationale) -> None:
@@ -208,7 +217,7 @@ def _separate_scoring(draft: PoolDraft, job: PlannedJob, share: int) -> None:
     team = draft.get_instances(job.id)
     if team.scoring is None or not team.scoring.instance.time_sliced:
         return
-    if share > team.awake_worker_count and (worker := draft.find_free_worker()):
+    if share > team.awake_worker_count and (worker := _find_scoring_worker(draft, job)):
         why = Rationale("share", job.id, {"entitled": share})
         draft.remove_instance(team.scoring, why)
         draft.place_instance([worker], job.id, Role.SCORING, why)

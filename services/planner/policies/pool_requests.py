@@ -10,6 +10,7 @@ from meshrl.common.state.pool.workers.rows import Role
 from meshrl.services.planner.admission.fair_shares import PoolDivision
 from meshrl.services.planner.admission.service_hosts import ServiceHosts
 from meshrl.services.planner.policies import engine_placement
+from meshrl.services.planner.policies.market_limits import explain_not_taken
 from meshrl.services.planner.policies.role_moves import move_worker
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.presence import PoolPresence
@@ -108,6 +109,8 @@ def _explain_rejection(
         return f"{known}; name the job with --job"
     if job.id not in division.workers:
         return f"{job.id} is not running: {division.rejected.get(job.id, 'it has ended')}"
+    if why := explain_not_taken(draft, job, [worker.id]):
+        return why
     on = any(seated.instance.job == job.id for seated in draft.list_awake_on(worker.id))
     if (
         job.requirements.max_workers

@@ -66,17 +66,15 @@ class PoolDraft:
             )
         return self._job_instances[job]
 
-    def find_free_worker(self, fits: Callable[[str], bool] = lambda _: True) -> str:
-        """Return a fitting worker without an awake instance, preferably without a sleeping one;
-        empty if there is none.
+    def find_free_worker(
+        self, fits: Callable[[str], bool], rank: Callable[[str], int] = lambda _: 0
+    ) -> str:
+        """Return a fitting worker without an awake instance; empty if there is none.
+
+        Prefer one without a sleeping instance, then one of the lowest rank.
         """
-        sleepers = ""
-        for _, worker in self._free_workers:
-            if fits(worker):
-                if not self.placements_by_worker[worker]:
-                    return worker
-                sleepers = sleepers or worker
-        return sleepers
+        fitting = (worker for _, worker in self._free_workers if fits(worker))
+        return min(fitting, key=lambda w: (bool(self.placements_by_worker[w]), rank(w)), default="")
 
     @property
     def idle_workers(self) -> list[str]:

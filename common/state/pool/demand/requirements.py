@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,23 @@ from meshrl.common.job.isolation.tiers import RUNNER
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.demand.measurements import Measurements
 from meshrl.common.state.pool.demand.role_memory import RoleMemory, derive_role_memory
-from meshrl.common.state.pool.workers.rows import ExpertSplit
+from meshrl.common.state.pool.workers.rows import MARKETS, ExpertSplit
+
+
+@dataclass(frozen=True, slots=True)
+class MarketLimits:
+    """Markets whose workers a job takes, how many of each, and what an hour of all may cost."""
+
+    accepted: tuple[str, ...] = MARKETS
+    most_spot: int = 0  # 0: unlimited
+    most_lent: int = 0  # 0: unlimited
+    max_cost_per_hour: float = 0.0  # 0: unlimited
+
+    def get_most(self, market: str) -> float:
+        """Return the maximum number of workers of a market; infinite: unlimited."""
+        if market not in self.accepted:
+            return 0
+        return {"spot": self.most_spot, "lent": self.most_lent}.get(market, 0) or math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +61,7 @@ class JobRequirements:
     isolation_tier: str = ""
     min_workers: int = 0  # minimum number of workers; 0: its floor
     max_workers: int = 0  # maximum number of workers; 0: unlimited
+    markets: MarketLimits = MarketLimits()
     priority: int = 0  # jobs of higher priority take workers from lower ones
     share: float = 1.0  # weight among jobs of the same priority
     memory: RoleMemory = field(default_factory=RoleMemory)  # minimum of its instances
@@ -130,6 +148,12 @@ def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
         isolation_tier=_isolation_tier(document),
         min_workers=pool["workers"]["least"],
         max_workers=pool["workers"]["most"],
+        markets=MarketLimits(
+            accepted=tuple(pool.get("markets", MARKETS)),
+            most_spot=pool["workers"].get("most_spot", 0),
+            most_lent=pool["workers"].get("most_lent", 0),
+            max_cost_per_hour=pool.get("max_cost_per_hour", 0.0),
+        ),
         priority=pool["priority"],
         share=pool["share"],
         memory=derive_role_memory(document),

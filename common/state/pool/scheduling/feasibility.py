@@ -8,8 +8,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from meshrl.common.job.memory.process_memory import describe_bytes
-from meshrl.common.state.pool.demand.requirements import JobRequirements
-from meshrl.common.state.pool.workers.rows import Instance, Role, Tier, TierBytes, WorkerRow
+from meshrl.common.state.pool.demand.requirements import JobRequirements, MarketLimits
+from meshrl.common.state.pool.workers.rows import (
+    MARKETS,
+    Instance,
+    Role,
+    Tier,
+    TierBytes,
+    WorkerRow,
+)
 from meshrl.common.state.pool.workers.settings import PoolSettings
 
 # Keys that lower the memory of a role.
@@ -158,6 +165,55 @@ def drop_infeasible_degrees(
     )
 
 
+def count_affordable_workers(
+    requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
+) -> int:
+    """Return the largest number of these workers within the job's limits of markets and cost."""
+    limits, counts, cost = requirements.markets, Counter[str](), 0.0
+    for worker in sorted(workers, key=settings.get_price):
+        cost += settings.get_price(worker)
+        if limits.max_cost_per_hour and cost > limits.max_cost_per_hour:
+            break
+        if counts[worker.market] < limits.get_most(worker.market):
+            counts[worker.market] += 1
+        else:
+            cost -= settings.get_price(worker)
+    return counts.total()
+
+
+def limit_to_markets(
+    requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
+) -> JobRequirements:
+    """Return the requirements with at most as many workers as the job's limits of markets allow."""
+    if requirements.markets == MarketLimits():
+        return requirements
+    most = count_affordable_workers(requirements, workers, settings)
+    return replace(requirements, max_workers=min(requirements.max_workers or most, max(most, 1)))
+
+
+def explain_market_limits(
+    requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
+) -> str:
+    """Return why the job's limits of markets and cost leave too few workers; empty if they do not.
+
+    Without the limits the workers suffice.
+    """
+    least = count_min_workers(requirements, settings.time_slicing)
+    most = count_affordable_workers(requirements, workers, settings)
+    if requirements.markets == MarketLimits() or most >= least:
+        return ""
+    limits = requirements.markets
+    by_market = Counter(worker.market for worker in workers)
+    mesh = ", ".join(f"{by_market[market]} {market}" for market in MARKETS if by_market[market])
+    keys = ["pool.markets"] if set(by_market) - set(limits.accepted) else []
+    keys += [f"pool.workers.most_{m}" for m in by_market if 0 < limits.get_most(m) < by_market[m]]
+    keys += ["pool.max_cost_per_hour"] if limits.max_cost_per_hour else []
+    return (
+        f"the job needs {least} workers, and {' and '.join(keys)} allow {most} of this mesh's "
+        f"{len(workers)} ({mesh}): raise them, or join workers that they allow"
+    )
+
+
 def explain_infeasible(
     requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
 ) -> str:
@@ -166,6 +222,7 @@ def explain_infeasible(
     places = Counter(map(settings.get_gang_location, workers))
     return (
         explain_too_few_workers(requirements, places, settings)
+        or explain_market_limits(requirements, workers, settings)
         or explain_no_common_location(requirements, workers, settings)
         or explain_too_little_memory(requirements, workers, settings)
         or explain_no_colocation(requirements, workers, settings)

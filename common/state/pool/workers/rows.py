@@ -19,7 +19,8 @@ class Role(StrEnum):
     SCORING = "scoring"  # hosts the job's frozen models
 
 
-MARKETS = ("reserved", "spot", "lent")  # spot workers may vanish, lent ones are reclaimed
+# from those that stay to those that may vanish; the owner of a lent worker may take it back
+MARKETS = ("reserved", "lent", "spot")
 
 
 class Tier(StrEnum):
