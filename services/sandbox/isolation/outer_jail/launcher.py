@@ -8,8 +8,11 @@ files and to whom the limit on processes applies. Then bubblewrap makes the name
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
+import py_compile
 import resource
 import sys
 from pathlib import Path
@@ -101,12 +104,26 @@ def bind_paths(paths: list[str]) -> dict[str, str]:
     return found
 
 
+def write_bytecode(package: Path) -> None:
+    """Write the missing bytecode of a package for this interpreter, if we may.
+
+    A zygote cannot: it would compile the package at each start.
+    """
+    for source in package.rglob("*.py"):
+        cached = importlib.util.cache_from_source(str(source))
+        if not os.path.exists(cached) or os.path.getmtime(cached) < source.stat().st_mtime:
+            with contextlib.suppress(OSError):
+                py_compile.compile(str(source), cached, quiet=2)
+
+
 def main() -> None:
     tier, control, interpreter = sys.argv[1], int(sys.argv[2]), Interpreter.decode(sys.argv[3])
     parent = os.getppid()
     os.umask(0o022)  # files that a program makes in a jail have their usual modes
     gathered: dict[str, str] = {}
     own_users = -1
+    if interpreter.isolated:
+        write_bytecode(Path(JAIL_PACKAGE))
     if os.getuid() == 0:
         # Written by root it is also the minimum that a jail can set: jails are killed first.
         Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import resource
 import signal
@@ -24,6 +25,7 @@ from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.jails.jail import JailFailed, ProgramResult
 from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.outer_jail import interpreters
+from meshrl.services.sandbox.isolation.outer_jail import launcher as outer_jail
 from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -422,3 +424,18 @@ async def test_jails_draw_different_random_numbers(launcher: JailLauncher) -> No
     results = [await launcher.run(JailProgram(source), LIMITS) for _ in range(3)]
     numbers = [number for one in results for number in one.stdout.split()]
     assert len(set(numbers)) == len(numbers) == 6
+
+
+def test_bytecode_is_written_once_for_each_version_of_a_source(tmp_path: Path) -> None:
+    (tmp_path / "guests").mkdir()
+    source = tmp_path / "guests" / "guest.py"
+    (tmp_path / "invalid.py").write_text("def f(:")
+    cached = Path(importlib.util.cache_from_source(str(source)))
+    versions = []
+    for text, modified_at_s in (("x = 1", 100), ("x = 1", 100), ("x = 23", 2**32)):
+        source.write_text(text)
+        os.utime(source, (modified_at_s, modified_at_s))
+        outer_jail.write_bytecode(tmp_path)
+        versions.append((cached.stat().st_ino, cached.read_bytes()))
+    assert versions[0] == versions[1]
+    assert versions[1][1] != versions[2][1]
