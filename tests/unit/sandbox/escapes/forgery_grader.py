@@ -13,7 +13,7 @@ from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
 from tests.unit.sandbox.escapes import forging
 
-CASE_S, HANGING_CASE_S = 1.0, 0.2
+CASE_S, HANGING_CASE_S = 1.0, 0.1
 SHORT_CASE_S = 0.15  # for a forgery that may hang; right answers have more time
 STYLES = {style: forging.read(style) for style in ("stdin", "calls", "python")}
 TESTS, FORGERIES = forging.read("any")

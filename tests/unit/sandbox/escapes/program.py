@@ -26,6 +26,7 @@ class Escape:
     source: str
     ends: tuple[str, ...] = ANY
     mode: str = "program"
+    brief: bool = False  # contained after a short time just as after a long one
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def read(path: Path) -> list[Any]:
 
     def make_escape(row: dict[str, Any]) -> Escape:
         ends, mode = tuple(row.get("ends", ANY)), row.get("mode", "program")
-        return Escape(row["name"], expand_blocks(_source(row)), ends, mode)
+        return Escape(row["name"], expand_blocks(_source(row)), ends, mode, row.get("brief", False))
 
     return [
         *map(make_escape, document.get("escape", ())),

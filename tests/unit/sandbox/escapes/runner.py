@@ -53,7 +53,9 @@ LIMITS = JailLimits(
     max_files=500,
     output_bytes=64 * 1024,
 )
-SHORT_LIMITS = replace(LIMITS, wall_s=0.8, cpu_s=0.4)  # for programs that can only run out of time
+SHORT_CPU_S = 0.15
+# For programs that can only run out of time, or that a longer time would not help.
+SHORT_LIMITS = replace(LIMITS, wall_s=0.8, cpu_s=SHORT_CPU_S)
 POISON_LIMITS = replace(LIMITS, wall_s=8.0)  # poisons need little time, but the host may be busy
 # For senders whose word must be received before their time is over.
 SENDER_LIMITS = replace(LIMITS, wall_s=20.0, cpu_s=10.0)
@@ -89,6 +91,7 @@ class Runner:
         self.limits = replace(LIMITS, wall_s=min(20.0, scaled(LIMITS.wall_s)))
         self.sender_limits = replace(SENDER_LIMITS, wall_s=scaled(SENDER_LIMITS.wall_s))
         self.poison_limits = replace(POISON_LIMITS, wall_s=scaled(POISON_LIMITS.wall_s))
+        self.unanswered_limits = replace(self.poison_limits, cpu_s=SHORT_CPU_S)
         self.outside_before, self.scratch_before = self._read_outside(), set(_list_scratch())
 
     def _read_outside(self) -> tuple[object, ...]:
@@ -106,7 +109,8 @@ class Runner:
         return source
 
     async def run_escape(self, escape: Escape) -> dict[str, Any]:
-        limits = SHORT_LIMITS if escape.ends == ("timeout",) else self.limits
+        is_brief = escape.brief or escape.ends == ("timeout",)
+        limits = SHORT_LIMITS if is_brief else self.limits
         program_to_run = JailProgram(self._insert_paths(escape.source), escape.mode)
         async with self.slots.acquire():
             result = await self.launcher.run(program_to_run, limits)
@@ -165,7 +169,7 @@ class Runner:
     async def run_leftover(self, left: LeftoverCells) -> dict[str, Any]:
         """Run one case at a time, as all processes below the launcher are inspected."""
         # Processes that are left running use CPU time that the answering cell needs.
-        limits = self.sender_limits if left.said else self.poison_limits
+        limits = self.sender_limits if left.said else self.unanswered_limits
         sessions = Sessions(self.launcher, self.clock, limits, 8, 600.0)
         results, running = [], []
         try:

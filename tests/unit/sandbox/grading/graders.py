@@ -7,6 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from meshrl.common.base.clock import SystemClock
 from meshrl.services.sandbox.grading.code.code_reward import CodeGrader
 from meshrl.services.sandbox.grading.code.pytest_tests import PytestJails
@@ -15,6 +17,8 @@ from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from meshrl.services.sandbox.outcomes import CallResult
 from tests.load import scaled
+
+on_shared_loop = pytest.mark.asyncio(loop_scope="module")  # the loop of a module's launcher
 
 
 def read_rows(name: str, kind: str) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from meshrl.common.grading.cases import (
 )
 from meshrl.common.grading.isolated_support import UnsupportedTests
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from tests.unit.sandbox.grading.graders import BatchGrader, read_rows
+from tests.unit.sandbox.grading.graders import BatchGrader, on_shared_loop, read_rows
 
 RETURNS: dict[str, tuple[Any, str, float]] = {  # (expected, the body of f, score)
     "float for int": (5, "return 5.0", 1.0),
@@ -70,6 +70,7 @@ RETURNS: dict[str, tuple[Any, str, float]] = {  # (expected, the body of f, scor
 }  # fmt: skip
 
 
+@on_shared_loop
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 async def test_results_are_compared_like_in_python(launcher: JailLauncher) -> None:
@@ -83,6 +84,7 @@ async def test_results_are_compared_like_in_python(launcher: JailLauncher) -> No
     }
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_call_formats_of_datasets_are_graded(launcher: JailLauncher) -> None:
     method = "class Solution:\n def add(self, a, b=1): return a + b"
@@ -178,6 +180,7 @@ def test_required_names_are_those_that_tests_use() -> None:
     assert find_required_names("def test(") == set()
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_arguments_larger_than_a_frame_are_unsupported(launcher: JailLauncher) -> None:
     tests = {"function": "f", "cases": [{"args": ["x" * (16 << 20)], "output": 1}]}
@@ -188,6 +191,7 @@ async def test_arguments_larger_than_a_frame_are_unsupported(launcher: JailLaunc
 READS, ENDS, PRINTS = (read_rows("printed.toml", kind) for kind in ("reads", "ends", "prints"))
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize(
     ("case", "programs"),
@@ -206,6 +210,7 @@ async def test_common_program_styles_are_graded(
     assert await BatchGrader(launcher).grade_all(sources) == scores
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_large_inputs_and_outputs_are_graded(launcher: JailLauncher) -> None:
     lines = "\n".join(map(str, range(40_000)))
@@ -222,6 +227,7 @@ async def test_large_inputs_and_outputs_are_graded(launcher: JailLauncher) -> No
     assert scores == {"echo": 1.0, "less": 0.0, "endless": 0.0, "wide": 1.0}
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_stdin_formats_of_datasets_are_graded(launcher: JailLauncher) -> None:
     double = "print(2 * int(input()))"
@@ -248,6 +254,7 @@ async def test_stdin_formats_of_datasets_are_graded(launcher: JailLauncher) -> N
     }
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_ungradable_tests_give_no_score(launcher: JailLauncher) -> None:
     grader = BatchGrader(launcher)
@@ -262,6 +269,7 @@ async def test_ungradable_tests_give_no_score(launcher: JailLauncher) -> None:
         assert (answer.status, answer.value) == (status, None), tests
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_options_set_the_tolerance(launcher: JailLauncher) -> None:
     tests = [{"input": "", "output": "3.14"}]

@@ -16,7 +16,7 @@ from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.loaded_job import sum_rewards
 from meshrl.services.sandbox.outcomes import CallResult
 from tests.load import scaled
-from tests.unit.sandbox.grading.graders import grade, make_turns
+from tests.unit.sandbox.grading.graders import grade, make_turns, on_shared_loop
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,7 @@ def make_identity_tests(count: int) -> tuple[dict[str, Any], str]:
     return {"function": "f", "cases": cases}, "from solution import f\n" + python
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_invalid_tests_give_an_error_and_no_score(launcher: JailLauncher) -> None:
     source = "def f(x):\n    return x"
@@ -224,6 +225,7 @@ async def test_invalid_tests_give_an_error_and_no_score(launcher: JailLauncher) 
         assert (await grade(launcher, tests, source)).value == score
 
 
+@on_shared_loop
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 async def test_hanging_or_crashing_case_fails_alone(launcher: JailLauncher) -> None:
@@ -234,6 +236,7 @@ async def test_hanging_or_crashing_case_fails_alone(launcher: JailLauncher) -> N
         assert answer == CallResult("ok", 0.6, "")
 
 
+@on_shared_loop
 @pytest.mark.deep
 @pytest.mark.needs("bwrap")
 async def test_limits_apply_to_each_case(launcher: JailLauncher) -> None:
@@ -244,6 +247,7 @@ async def test_limits_apply_to_each_case(launcher: JailLauncher) -> None:
         assert answer == CallResult("ok", 1.0, "")
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_score_without_partial_credit_is_zero_or_one(launcher: JailLauncher) -> None:
     options: dict[str, Any] = {"partial": False, "prefix": "def f(x): "}
@@ -253,6 +257,7 @@ async def test_score_without_partial_credit_is_zero_or_one(launcher: JailLaunche
         assert (await grade(launcher, tests, source, **options)).value == score
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_program_that_exits_between_cases_scores_zero(launcher: JailLauncher) -> None:
     source = "import os, threading\nthreading.Timer(0.05, os._exit, [0]).start()\n"
@@ -298,6 +303,7 @@ GCD = Vector = Yes
 """
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_equality_of_a_class_under_test_is_used_only_if_correct(
     launcher: JailLauncher,
@@ -306,6 +312,7 @@ async def test_equality_of_a_class_under_test_is_used_only_if_correct(
     assert (await grade(launcher, FORGED, YES)).value == 0.0
 
 
+@on_shared_loop
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize(
@@ -347,6 +354,7 @@ async def test_wrong_answer_scores_zero_instead_of_causing_an_error(
     assert await grade(launcher, tests, source, case_s=1.0) == CallResult("ok", 0.0, "")
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_methods_sets_and_fast_input_are_graded(launcher: JailLauncher) -> None:
     source = "class Solution:\n    def __init__(self): self.seen = set()\n"
@@ -361,10 +369,12 @@ async def test_methods_sets_and_fast_input_are_graded(launcher: JailLauncher) ->
     assert (await grade(launcher, row["tests"], source)).value == 1.0
 
 
+@on_shared_loop
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 async def test_grading_stops_early_if_every_case_hangs(launcher: JailLauncher) -> None:
     cases = [{"input": "", "output": str(x)} for x in range(200)]
-    answer = await grade(launcher, cases, "while True: pass", case_s=0.2)
+    before = launcher.started_count
+    answer = await grade(launcher, cases, "while True: pass", case_s=0.1)
     assert answer == CallResult("ok", 0.0, "")
-    assert launcher.started_count <= 8
+    assert launcher.started_count - before <= 8

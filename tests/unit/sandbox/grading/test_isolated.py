@@ -18,7 +18,7 @@ from meshrl.services.sandbox.isolation.jails.jail import Jail, JailFailed, Progr
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
-from tests.unit.sandbox.grading.graders import BatchGrader, read_rows
+from tests.unit.sandbox.grading.graders import BatchGrader, on_shared_loop, read_rows
 
 CASE_S = 4.0  # these take no time, but the host may be busy
 ROWS = read_rows("rows.toml", "row")
@@ -32,6 +32,7 @@ async def run_isolated(
     return "".join("01"[one] for one in await isolated_tests.run_tests(attempt, solution, tests))
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
@@ -86,6 +87,7 @@ f = Point = type(unittest.mock.ANY)
 """
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("solution", [EQUAL, BORROWED], ids=["own", "borrowed"])
 async def test_object_that_equals_everything_equals_nothing(
@@ -112,6 +114,7 @@ def h(): return Number(3)
 """
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_subclasses_of_data_types_are_compared_by_content(launcher: JailLauncher) -> None:
     tests = "from solution import f, g, h\ndef test_f(): assert f() == [1, 2]\n"
@@ -120,6 +123,7 @@ async def test_subclasses_of_data_types_are_compared_by_content(launcher: JailLa
     assert await run_isolated(launcher, ALIASED, tests) == "00001"
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize(
@@ -143,6 +147,7 @@ async def test_hanging_case_costs_only_its_limit(
     assert time.monotonic() - start_s < scaled(9.0)
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_time_of_the_tests_does_not_count_for_the_solution(launcher: JailLauncher) -> None:
     source = "import time\nfrom solution import f\ndef test_f():\n    for _ in range(3):\n"
@@ -150,6 +155,7 @@ async def test_time_of_the_tests_does_not_count_for_the_solution(launcher: JailL
     assert await run_isolated(launcher, "def f(): return 1", source, min(0.85, scaled(0.6))) == "1"
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize(
     ("tests", "error"),
@@ -183,6 +189,7 @@ def f(*given):
 """
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_solution_cannot_reach_internals_of_its_arguments(launcher: JailLauncher) -> None:
     tests = """
@@ -207,6 +214,7 @@ def test_mock():
     assert await run_isolated(launcher, CLIMBS, tests) == "00000"
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("kind", ["def", "async def"])
 async def test_solution_cannot_suppress_asserts_of_a_callback(
@@ -214,7 +222,8 @@ async def test_solution_cannot_suppress_asserts_of_a_callback(
 ) -> None:
     await_keyword = "await " if kind != "def" else ""
     call = "asyncio.run(visit(check))" if await_keyword else "visit(check)"
-    tests = f"import asyncio\nfrom solution import visit\n{kind} check(value):\n"
+    tests = "import asyncio\n" if await_keyword else ""
+    tests += f"from solution import visit\n{kind} check(value):\n"
     tests += f"    assert value == 41\ndef test_visit():\n    {call}\n"
     body = "    try:\n        {0}f({1})\n    except {2}: {3}\n"
     for value, exception, handler in ((41, "BaseException", "pass"), (41, "ValueError", "pass")):
@@ -269,6 +278,7 @@ def test_prelude_imports_only_names_that_a_program_lacks() -> None:
         exec(prelude, {})
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_solutions_without_imports_are_graded(launcher: JailLauncher) -> None:
     cases = [{"args": [[1, 2, 3]], "output": [[1, 2], [1, 3], [2, 3]]}]
@@ -309,6 +319,7 @@ def make_grader(launcher: Any) -> CodeGrader:
     return CodeGrader(launcher, JailSlots(SystemClock(), 4), JailLimits(), OPTIONS)
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_right_program_passes_when_its_first_call_is_late(launcher: JailLauncher) -> None:
     for tests, jails in ((CALLS, 1), (UNIT, 2)):
@@ -320,6 +331,7 @@ async def test_right_program_passes_when_its_first_call_is_late(launcher: JailLa
         )
 
 
+@on_shared_loop
 @pytest.mark.needs("bwrap")
 async def test_program_that_sleeps_at_its_start_is_not_passed(launcher: JailLauncher) -> None:
     for tests in (CALLS, UNIT):

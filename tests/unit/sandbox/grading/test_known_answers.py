@@ -20,6 +20,7 @@ from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
+from tests.unit.sandbox.grading.graders import on_shared_loop
 
 KNOWN = Path(__file__).parents[3] / "known"
 
@@ -32,7 +33,7 @@ MATHS = read_rows("maths.jsonl")
 CODING = read_rows("coding.jsonl")
 
 
-@pytest.mark.rotating(4)
+@pytest.mark.rotating(8)
 @pytest.mark.group("maths")  # sympy is imported by one worker
 @pytest.mark.parametrize("family", sorted({row["family"] for row in MATHS}))
 def test_maths_pairs_are_graded_correctly(family: str) -> None:
@@ -137,6 +138,7 @@ def test_endless_answer_is_graded_wrong_in_time(endless_results: list[str], inde
     assert endless_results[index] == "False"
 
 
+@on_shared_loop
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("style", ["stdin", "calls", "pytest"])
