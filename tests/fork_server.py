@@ -52,6 +52,9 @@ class TestForkServer:
         It is a fork of the fork server that this process's environment names.
         """
         socket = Path(self._scratch.name) / "fork-server"
+        shared = os.environ[FORK_SERVER_ENV]
+        if shared != FORK_SERVER_OFF:  # otherwise this one would import everything once more
+            wait_until_listening(None, Path(shared))
         self._child = SystemHost().spawn(
             service_plan.build_fork_server_command(socket),
             name="fork-server",
@@ -71,12 +74,13 @@ class TestForkServer:
         self._scratch.cleanup()
 
 
-def wait_until_listening(child: SystemChild, socket: Path) -> None:
+def wait_until_listening(child: SystemChild | None, socket: Path) -> None:
     """Wait until a fork server listens; AssertionError if it exits or does not listen in
     LISTENS_S.
     """
     until = time.monotonic() + scaled(LISTENS_S)
     while not socket.exists():
-        assert child.poll() is None, f"the fork server that was to listen at {socket} has ended"
+        if child is not None:
+            assert child.poll() is None, f"the fork server that was to listen at {socket} has ended"
         assert time.monotonic() < until, f"no fork server listens at {socket}"
         time.sleep(0.02)
