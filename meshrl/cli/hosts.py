@@ -80,6 +80,13 @@ def join(
             help="Price of an hour of each worker; default: that of its market in mesh.toml.",
         ),
     ] = 0.0,
+    notice: Annotated[
+        str,
+        typer.Option(
+            metavar="SOURCE",
+            help="Source of preemption notices: ec2, gcp, azure or file:PATH; default: none.",
+        ),
+    ] = "",
     memory: Annotated[
         float, typer.Option(metavar="GIB", min=0, help="Memory that instances may use; 0: all.")
     ] = 0.0,
@@ -169,6 +176,7 @@ def join(
             metrics,
             market,
             price,
+            notice,
             memory,
             disk,
             standby,

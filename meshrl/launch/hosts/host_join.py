@@ -42,6 +42,7 @@ from meshrl.launch.hosts import host_launcher, membership
 from meshrl.launch.hosts.host_launcher import HostShape
 from meshrl.launch.hosts.host_offer import HostOffer, apply_offer
 from meshrl.launch.hosts.membership import CA_FILE_NAME, Membership, connect_gateway
+from meshrl.launch.hosts.preemption_notices import parse_notice_source
 from meshrl.launch.root_program import RootProgram
 from meshrl.launch.services import service_plan
 
@@ -181,6 +182,8 @@ def join_mesh(
         raise ConfigError(
             f"{offer.market!r} is not a market", fix=f"Set one of {', '.join(MARKETS)}"
         )
+    if offer.notice_source:
+        parse_notice_source(offer.notice_source)
     if known is not None and offer.ephemeral and (token_source or os.environ.get(JOIN_ENV)):
         known = drop_stale_membership(
             place, known.with_address(_resolve_head_address(head_address, known.address))

@@ -46,6 +46,7 @@ from meshrl.launch.foreground import (
     start_unless_stopped,
 )
 from meshrl.launch.hosts import host_drain, membership
+from meshrl.launch.hosts.preemption_notices import follow_notices
 from meshrl.launch.monitoring.health_endpoint import serve_health
 from meshrl.launch.root_process import RootProcess
 from meshrl.launch.root_program import run_root_program
@@ -75,6 +76,7 @@ class HostShape:
     worker_prefix: str = "w"  # prefix of its workers' names, which are unique in the mesh
     market: str = "reserved"
     price: float = 0.0  # of an hour of each worker
+    notice_source: str = ""  # of preemption notices; empty: none
     memory_bytes: int = 0  # that instances may take; 0: all memory
     disk_bytes: int = 0
     planner_name: str = ""  # the name of the planner that stands by here; empty: none
@@ -154,6 +156,11 @@ class HostLauncher(RootProcess):
                 address = parse_advertised_host(self.settings.advertise or self.settings.bind)
                 report = host_drain.report_returned(member, self.clock, address)
                 self._start_task(report, "report the return of this host")
+            if self.shape.notice_source and (member := membership.read_membership(place)):
+                address = parse_advertised_host(self.settings.advertise or self.settings.bind)
+                source = self.shape.notice_source
+                notices = follow_notices(member, self.clock, source, address)
+                self._start_task(notices, "follow preemption notices")
             self._directory_lock.set_ready(ready=True)
         except BaseException:
             await self.stop()

@@ -20,6 +20,7 @@ class HostOffer:
     metrics: str = "127.0.0.1:*"
     market: str = "reserved"
     price: float = 0.0  # of an hour of each worker; 0: that of its market
+    notice_source: str = ""  # of preemption notices; empty: none
     memory_gib: float = 0.0
     disk_gib: float = 0.0
     accepts_standby: bool = True
@@ -45,6 +46,7 @@ class HostOffer:
         return {
             "market": ("market", self.market),
             "price": ("price", self.price),
+            "notice": ("notice_source", self.notice_source),
             "memory": ("memory_bytes", int(self.memory_gib * GIB)),
             "disk": ("disk_bytes", int(self.disk_gib * GIB)),
         }

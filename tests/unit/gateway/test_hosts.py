@@ -28,14 +28,14 @@ from meshrl.common.mesh.access.members import REJOIN_WINDOW_S
 from meshrl.common.mesh.transport.keys import KeyPair
 from meshrl.common.state import events
 from meshrl.common.state.hosts import host_requests
-from meshrl.common.state.pool.scheduling.snapshot import SHUTDOWN_NOTICE, PoolRequest
+from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT, SHUTDOWN_NOTICE, PoolRequest
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.registry import RegistryEntry, evict, register
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.directory.joined_hosts import JoinedHost, read_joined_hosts
 from meshrl.launch.head.host_admission import HostAdmission
-from meshrl.launch.hosts import host_drain, membership
+from meshrl.launch.hosts import host_drain, membership, preemption_notices
 from meshrl.launch.hosts.host_join import drop_stale_membership, write_location
 from meshrl.launch.hosts.membership import CA_FILE_NAME, Membership
 from meshrl.sim.redis.simulated_state import open_simulated_state
@@ -366,6 +366,42 @@ async def test_shutdown_notice_overrides_an_earlier_report(mesh: Mesh) -> None:
     assert await pool.read_drain_reasons(state) == {"gpu1-aa": SHUTDOWN_NOTICE}, (
         "it is empty, and stays so"
     )
+
+
+async def test_host_drains_while_there_is_a_preemption_notice(
+    mesh: Mesh,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(preemption_notices, "POLL_S", 0.02)
+    state, token, notice = mesh.bench.state, mesh.token(), tmp_path / "notice"
+    await mesh.join(token)
+    member, about = mesh.membership(token), f"file:{notice}"
+    task = asyncio.create_task(
+        preemption_notices.follow_notices(member, SystemClock(), about, "10.0.0.2")
+    )
+    async with asyncio.timeout(scaled(60)):
+        for _ in range(2):
+            notice.write_text("2026-11-30T12:00:30Z")
+            while await pool.read_drain_reasons(state) != {"gpu1-aa": SHUTDOWN_NOTICE}:
+                await asyncio.sleep(0.02)
+            await pool.set_drain_reason(state, "gpu1-aa", "")  # a late report of its return
+            while await pool.read_drain_reasons(state) != {"gpu1-aa": SHUTDOWN_NOTICE}:
+                await asyncio.sleep(0.02)
+            notice.unlink()
+            while await pool.read_drain_reasons(state):
+                await asyncio.sleep(0.02)
+        notice.mkdir()  # cannot be read
+        while "failed, again" not in capsys.readouterr().out:
+            assert not task.done()
+            await asyncio.sleep(0.02)
+        async with connect(mesh.member(token)) as line:
+            await line.call(Gateway.leave, None)
+        notice.rmdir()
+        notice.write_text("")
+        await task  # the mesh has removed it
+    assert await pool.read_drain_reasons(state) == {"gpu1-aa": HOST_LEFT}
 
 
 async def test_requested_drain_outlasts_the_hosts_own_drain(mesh: Mesh) -> None:

@@ -101,9 +101,12 @@ def test_job_that_takes_few_markets_waits_for_these() -> None:
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        (MarketLimits(("reserved",)), "pool.markets allow 1 of this mesh's 3 (1 reserved, 2 spot)"),
-        (MarketLimits(("spot",), most_spot=1), "pool.workers.most_spot allow 1"),
-        (MarketLimits(max_cost_per_hour=1.5), "pool.max_cost_per_hour allow 1"),
+        (
+            MarketLimits(("reserved",)),
+            "pool.markets, 1 of this mesh's 3 workers (1 reserved, 2 spot) remain",
+        ),
+        (MarketLimits(("spot",), most_spot=1), "pool.workers.most_spot, 1 of"),
+        (MarketLimits(max_cost_per_hour=1.5), "pool.max_cost_per_hour, 1 of"),
         (MarketLimits(most_spot=1), ""),
     ],
 )

@@ -209,8 +209,8 @@ def explain_market_limits(
     keys += [f"pool.workers.most_{m}" for m in by_market if 0 < limits.get_most(m) < by_market[m]]
     keys += ["pool.max_cost_per_hour"] if limits.max_cost_per_hour else []
     return (
-        f"the job needs {least} workers, and {' and '.join(keys)} allow {most} of this mesh's "
-        f"{len(workers)} ({mesh}): raise them, or join workers that they allow"
+        f"after {' and '.join(keys)}, {most} of this mesh's {len(workers)} workers ({mesh}) "
+        f"remain, and the job needs {least}: raise them, or join workers that they allow"
     )
 
 
