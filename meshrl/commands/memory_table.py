@@ -9,6 +9,7 @@ from rich.table import Table
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.memory.plan import MemoryPlan
 from meshrl.common.job.memory.process_memory import MemoryKinds, describe_bytes
+from meshrl.common.state.pool.demand.requirements import shares_scoring_worker
 from meshrl.job.checks.host.memory import (
     Room,
     explain_excess,
@@ -53,6 +54,10 @@ def make_memory_table(config: JobConfig, room: Room | None, plan: MemoryPlan) ->
         notes.append(f"{owner} has {describe_bytes(room.size_bytes)}.")
     if plan.shares_core_worker:
         notes.append("Core and engine share a worker by time slices: it holds both.")
+    if plan.frozen and shares_scoring_worker(config):
+        notes.append("Frozen models take time slices on one of the core's workers.")
+    elif plan.frozen:
+        notes.append("Frozen models have a worker of their own.")
     if config.rollout.engine == "sglang" and not config.rollout.kv_tokens:
         notes.append("SGLang takes the free memory of its GPU for the KV cache.")
     elif not config.rollout.kv_tokens:

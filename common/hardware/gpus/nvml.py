@@ -45,6 +45,9 @@ class GpuQueryFailed(MeshError):
     code = "gpu_trouble"
 
 
+DRIVER_ERRORS = NoDriver, GpuLost, GpuQueryFailed
+
+
 @contextmanager
 def open_driver() -> Iterator[NvmlDriver]:
     """Open the driver until the end of the block; NoDriver if there is none."""

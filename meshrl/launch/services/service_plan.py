@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshrl.common.job.config import JobConfig
-from meshrl.common.state.pool.demand.requirements import derive_requirements, shares_core_worker
+from meshrl.common.state.pool.demand.requirements import shares_core_worker, shares_scoring_worker
 from meshrl.common.state.pool.scheduling.host_services import ALL_SERVICES, format_services
 from meshrl.common.state.pool.workers import process_names
 from meshrl.common.state.pool.workers.rows import Role
@@ -170,13 +170,12 @@ def _describe_worker(worker_index: int, config: JobConfig) -> str:
     if 0 < worker_index < ranks:
         return f"{slot}; rank {worker_index} of the core"
     helpers = worker_index - ranks + 1 if worker_index else 0  # gangs that train, beside the core's
-    if worker_index == 0 and shares_core_worker(config):
-        needs = derive_requirements(config.to_document())
-        has_scoring = needs.needs_scoring and config.mesh.workers <= needs.time_sliced_floor
-        roles = "core, engine and frozen models" if has_scoring else "core and engine"
-        return f"{slot}; {roles}, in time slices"
+    has_scoring, has_engine = shares_scoring_worker(config), shares_core_worker(config)
+    if worker_index == 0 and (has_scoring or has_engine):
+        roles = "core, engine" if has_scoring and has_engine else "core"
+        return f"{slot}; {roles} and {'frozen models' if has_scoring else 'engine'}, in time slices"
     if helpers < config.planner.training:
         return f"{slot}; starts in the {Role.TRAINING} role"
-    if helpers == config.planner.training and config.models.models_by_role:
+    if helpers == config.planner.training and config.models.models_by_role and not has_scoring:
         return f"{slot}; starts in the {Role.SCORING} role"
     return f"{slot}; starts in the {Role.ROLLOUT} role"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
-from meshrl.common.hardware.gpus.nvml import GpuLost, GpuQueryFailed, NoDriver
+from meshrl.common.hardware.gpus.nvml import DRIVER_ERRORS
 from meshrl.common.mesh.process.child_handle import ChildProcess
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import (
@@ -31,8 +31,7 @@ class AcceleratorReservation:
 
     pid, restarts = 0, 0
     is_ready, can_stop = False, True  # a reservation has no state to lose
-    is_time_sliced = begins_slicing = will_slice = False  # its bytes stay
-    is_moving = has_left = False
+    is_time_sliced = begins_slicing = will_slice = is_moving = has_left = False  # its bytes stay
     children: list[ChildProcess] = []  # noqa: RUF012 (there never are any)
 
     def __init__(
@@ -51,11 +50,8 @@ class AcceleratorReservation:
         self.desired = desired
         self.name, self.process_key = desired.name, desired.process_key
         self.phase, self.detail, self.tier = InstancePhase.STARTING, "", Tier.ABSENT
-        self._context, self._others_are_leaving, self._worker_processes = (
-            context,
-            others_are_leaving,
-            worker_processes,
-        )
+        self._context, self._worker_processes = context, worker_processes
+        self._others_are_leaving = others_are_leaving
         self._retry_at = 0.0  # time of the next check for room
 
     def set_desired(self, desired: DesiredRole) -> None:
@@ -91,7 +87,7 @@ class AcceleratorReservation:
         except OverBudget as error:
             context.budgets.remove(self.name)
             self._mark_failed(str(error))
-        except (DeadlineExceeded, StateUnavailable, GpuLost, GpuQueryFailed, NoDriver) as error:
+        except (DeadlineExceeded, StateUnavailable, *DRIVER_ERRORS) as error:
             self._mark_failed(str(error))
         else:
             self.phase, self.detail, self.tier = InstancePhase.READY, "", Tier.ACCELERATOR

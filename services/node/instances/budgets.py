@@ -57,9 +57,7 @@ class Budgets:
         self._host, self._directory = host, directory
         self._usage: dict[str, TierBytes] = {}
         self._claims: dict[str, tuple[Tier, int]] = {}
-        self._peak_accelerator_bytes: dict[
-            str, int
-        ] = {}  # highest accelerator bytes of each process
+        self._peak_accelerator_bytes: dict[str, int] = {}  # the most of each process
         # Processes whose tensor kinds can leave the accelerator while others compute.
         self._movable: set[str] = set()
 

@@ -29,7 +29,7 @@ from meshrl.common.base.host.settings import (
     WORKER_ENV,
     make_offload_path,
 )
-from meshrl.common.hardware.gpus.nvml import GpuLost, GpuQueryFailed, NoDriver
+from meshrl.common.hardware.gpus.nvml import DRIVER_ERRORS
 from meshrl.common.hardware.gpus.visibility import CUDA_ENV
 from meshrl.common.mesh.process.child_handle import ChildProcess
 from meshrl.common.mesh.process.diagnosis.failure import Failure, read_log_end
@@ -70,9 +70,8 @@ GRACE_S = 5.0  # from SIGTERM to SIGKILL
 WORKER_STOP_S = 1.0  # for both, when the whole worker stops
 DELETE_TIMEOUT_S = 30.0  # to delete files of some 100 GB
 TRY_AGAIN_S = 30.0  # after the restart budget is exhausted
-RESTART_AFTER_SUCCESS_S = (
-    3.0  # after a clean exit of a process that is still desired: its job has resumed
-)
+# After a clean exit of a process that is still desired: its job has resumed.
+RESTART_AFTER_SUCCESS_S = 3.0
 SET_TIER_RETRY_S = 1.0  # a process that rejects a move now may soon accept it
 ROOM_POLL_S = 0.2  # while others leave the accelerator
 RESTART_ROOM_TIMEOUT_S = 120.0  # for the same, before a restart, until that is a failure
@@ -259,19 +258,11 @@ class RoleProcess(SupervisorHooks):
                 self._retry_at = self._now() + MEMORY_RETRY_S
             elif isinstance(error, GpuMemoryFull):  # asking the driver takes longer than a sum
                 self._retry_at = self._now() + SET_TIER_RETRY_S
-        except (
-            DeadlineExceeded,
-            ServiceUnavailable,
-            StateUnavailable,
-            GpuLost,
-            GpuQueryFailed,
-            NoDriver,
-        ) as error:
+        except (DeadlineExceeded, ServiceUnavailable, StateUnavailable, *DRIVER_ERRORS) as error:
             self._is_down = True  # the free memory is unknown, or the gang grants no time slice
             is_redis_away = isinstance(error, StateUnavailable | ServiceUnavailable)
-            self._report_rejection(
-                InstancePhase.STARTING if is_redis_away else InstancePhase.FAILED, error
-            )
+            phase = InstancePhase.STARTING if is_redis_away else InstancePhase.FAILED
+            self._report_rejection(phase, error)
             self._retry_at = self._now() + MEMORY_RETRY_S
         except (OSError, ConfigError) as error:  # no process, memory or log available now
             self._is_down = True
@@ -586,15 +577,8 @@ class RoleProcess(SupervisorHooks):
         recurs.
         """
         job, log = self.desired.instance.job, str(self._log_path)
-        report = ExitReport(
-            self.name,
-            child_exit.code,
-            child_exit.why,
-            child_exit.failure,
-            job,
-            child_exit.final,
-            log=log,
-        )
+        about = self.name, child_exit.code, child_exit.why, child_exit.failure
+        report = ExitReport(*about, job, child_exit.final, log=log)
         await self._exit_reports.report(replace(report, run_time_s=child_exit.run_time_s))
 
     def has_lease_expired(self, child: ChildProcess) -> bool:

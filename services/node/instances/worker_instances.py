@@ -47,9 +47,8 @@ class ProcessSlot:
         self.name = name
         self.desired: DesiredRole | None = None
         self.process: RoleProcess | AcceleratorReservation | None = None
-        self._awaited_workers: list[
-            str
-        ] = []  # further workers whose accelerators its process computes on
+        # further workers whose accelerators its process computes on
+        self._awaited_workers: list[str] = []
         self._owner, self._context = owner, owner.context
         self._wakeup = asyncio.Event()
         self._last_report: InstanceReport | None = None  # that the record has taken
@@ -60,13 +59,9 @@ class ProcessSlot:
         """Set the desired state of the record; None: the record no longer has the instance."""
         if desired is not None and desired.last_report != self._last_report:
             self._last_report = None  # the record disagrees: the report is sent again
-        self.desired = desired
-        if (
-            desired is not None
-            and self.process is not None
-            and desired.process_key == self.process.process_key
-        ):
-            self.process.set_desired(desired)
+        self.desired, process = desired, self.process
+        if desired and process and desired.process_key == process.process_key:
+            process.set_desired(desired)
         self._wakeup.set()
 
     @property
@@ -85,11 +80,6 @@ class ProcessSlot:
         if process is None or process.phase != InstancePhase.FAILED:
             return self.must_leave
         return self._must_stop(process, self.desired)
-
-    @property
-    def will_slice(self) -> bool:
-        """True while the slot's process starts or wakes to compute in time slices."""
-        return self.process is not None and self.process.will_slice
 
     async def run(self) -> None:
         """Reconcile until nothing is desired, running or offloaded.
@@ -166,8 +156,8 @@ class ProcessSlot:
 
     def _list_awaited(self) -> list[str]:
         """Return the names of the other processes that can soon leave their accelerator memory."""
-        slots = (other for other in self._owner.slots if other is not self)
-        return [slot.name for slot in slots if slot.is_leaving or slot.will_slice]
+        others = ((one, one.process) for one in self._owner.slots if one is not self)
+        return [one.name for one, p in others if one.is_leaving or (p is not None and p.will_slice)]
 
     def _others_must_leave(self) -> bool:
         return any(other.must_leave for other in self._owner.slots if other is not self)
@@ -234,15 +224,9 @@ class ProcessSlot:
         """Build the report of this worker on the desired instance."""
         process, instance = self.process, desired.instance
         if process is None:
-            tier, detail = (
-                self._offloaded[1] if desired.is_asleep and self._offloaded else Tier.ABSENT,
-                "",
-            )
-            phase = (
-                InstancePhase.GONE
-                if desired.is_absent or desired.is_asleep
-                else InstancePhase.STARTING
-            )
+            is_away, detail = desired.is_absent or desired.is_asleep, ""
+            tier = self._offloaded[1] if desired.is_asleep and self._offloaded else Tier.ABSENT
+            phase = InstancePhase.GONE if is_away else InstancePhase.STARTING
             if self._awaited_workers and phase == InstancePhase.STARTING:
                 detail = f"waiting for {', '.join(self._awaited_workers)} to reserve accelerators"
             if desired.is_asleep and tier == instance.tier:
@@ -293,12 +277,8 @@ class WorkerInstances:
             on_stale_record: Called when the record has changed since it was read.
             on_instance_exit: Called when a process of an instance has exited.
         """
-        self.context, self.on_stale_record, self.on_instance_exit = (
-            context,
-            on_stale_record,
-            on_instance_exit,
-        )
-        mesh = context.mesh
+        self.context, mesh = context, context.mesh
+        self.on_stale_record, self.on_instance_exit = on_stale_record, on_instance_exit
         self.leases = LeaseWatch(mesh.state, mesh.clock, mesh.settings.host, lambda: self.children)
         self._slots: dict[str, ProcessSlot] = {}
         self._old_logs: deque[Path] = deque()  # the oldest first

@@ -21,7 +21,7 @@ from meshrl.common.api.node import (
     ResidencyState,
 )
 from meshrl.common.base.errors import DeadlineExceeded, NotFound, PeerLost, StorageFull
-from meshrl.common.hardware.gpus.nvml import GpuLost, GpuQueryFailed, NoDriver
+from meshrl.common.hardware.gpus.nvml import DRIVER_ERRORS
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.serial_executor import consume_exception
 from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
@@ -91,7 +91,7 @@ class ResidencyManager:
     async def __aenter__(self) -> Self:
         try:
             self._accelerator.device_bytes = await self._gpu_memory.read_total_bytes()
-        except (GpuLost, GpuQueryFailed, NoDriver, DeadlineExceeded) as error:
+        except (DeadlineExceeded, *DRIVER_ERRORS) as error:
             self._mesh.log.warning("the accelerator's memory is unknown", error=str(error))
         return self
 

@@ -426,9 +426,7 @@ class SliceScheduler:
         The holder keeps its slice, because a process that survives keeps its memory.
         """
         workers = self._gang.workers if self._gang is not None else ()
-        alive = self._being_killed[request.ticket] = {
-            workers[rank]: "" for rank in ranks if workers
-        }
+        alive = self._being_killed[request.ticket] = {workers[r]: "" for r in ranks if workers}
         order = KillInstance(request.instance, request.generation, why)
         while alive and self._queue.has(request.ticket):
             await run_all(self._kill_on_worker(worker, order, alive) for worker in sorted(alive))

@@ -61,9 +61,7 @@ class ExitReport:
     failure: Failure | None = None
     job: str = ""  # the only job that the process works for
     final: bool = False  # it is not restarted
-    is_budget_exhausted: bool = (
-        False  # its budget is exhausted: its job fails, if it may be the cause
-    )
+    is_budget_exhausted: bool = False  # its job fails, if it may be the cause
     log: str = ""
     emit_event: bool = True  # False: the event is published, and this report is its outcome
     charge_job: bool = True  # False: it never fails its job, which bounds its exits otherwise

@@ -176,6 +176,13 @@ def shares_core_worker(config: JobConfig) -> bool:
     return requirements.is_colocated or is_small
 
 
+def shares_scoring_worker(config: JobConfig) -> bool:
+    """Return True if frozen models take time slices of the core's workers on the job's own mesh."""
+    needs = derive_requirements(config.to_document())
+    is_small = config.mesh.workers <= needs.time_sliced_floor
+    return needs.needs_scoring and needs.can_share_scoring and is_small
+
+
 def _count_gradient_bytes(document: Mapping[str, Any]) -> int:
     """Return the bytes of a hybrid's gradient; 0 with adapters, whose gradients are small."""
     parameters = int(document.get("bundle", {}).get("parameters", 0))

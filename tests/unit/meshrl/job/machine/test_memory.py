@@ -10,11 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from meshrl.cli import app
+from meshrl.commands.memory_table import make_memory_table
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import JobConfig
+from meshrl.common.job.memory.plan import JobModels, plan_memory
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.job.checks.host import memory
-from meshrl.job.checks.host.memory import plan_job_memory
+from meshrl.job.checks.host.memory import count_roles, plan_job_memory
+from meshrl.launch.services.service_plan import describe_processes
 from tests.gpus.driver import GIB, Gpus
 from tests.unit.meshrl.job.machine.conftest import get_error, read
 
@@ -57,6 +60,35 @@ def test_processes_are_counted_by_worker() -> None:
     sharded = JobConfig.from_document(job.to_document() | {"training": {"ranks": 2}})
     ranks = plan_job_memory(sharded).processes[0]
     assert ranks.count == 2 and ranks.moments == core.moments // 2
+
+
+@pytest.mark.parametrize(
+    ("workers", "algorithm", "roles", "place"),
+    [
+        (1, "grpo", "core, engine and frozen models, in", "take time slices on one of the core's"),
+        (1, "sft", "core and frozen models, in", "take time slices on one of the core's"),
+        (2, "grpo", "core and engine, in", "have a worker of their own"),
+        (3, "grpo", "starts in the training role", "have a worker of their own"),
+    ],
+)
+def test_dry_run_shows_where_frozen_models_run(
+    workers: int, algorithm: str, roles: str, place: str
+) -> None:
+    config = JobConfig.from_document(
+        {
+            "model": {"config": SHAPE.to_hf()},
+            "models": {"reference": {"path": "initial"}},
+            "algorithm": {"name": algorithm},
+            "mesh": {"workers": workers},
+        }
+    )
+    described = dict(describe_processes(config))
+    assert roles in described["worker/w0"]
+    has_own = [name for name, text in described.items() if "the scoring role" in text]
+    assert has_own == (["worker/w1"] if workers > 1 else [])
+    plan = plan_memory(config, JobModels(SHAPE, {"reference": SHAPE}), count_roles(config))
+    caption = str(make_memory_table(config, None, plan).caption)
+    assert f"Frozen models {place}" in caption
 
 
 @pytest.mark.parametrize(
