@@ -156,7 +156,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", samples(torch.float32))
 def test_operator_passes_torch_opcheck(name: str, dtype: torch.dtype) -> None:

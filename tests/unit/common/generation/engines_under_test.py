@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from meshrl.common.base.clock import LoopTimeout
@@ -114,6 +115,11 @@ def with_adapter(
 
 
 BUILT_IN = ("native", "graphs")  # backends of the built-in engine; see `built_in`
+# The same as cases of tests. Steps of the graphs backend cost 30 times as much on a CPU.
+PATHS = (
+    pytest.param("native", marks=pytest.mark.needs("compiler")),
+    pytest.param("graphs", marks=pytest.mark.rotating(2)),
+)
 
 
 def text_of(tokens: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from meshrl.common.generation.builtin.engine_builder import BuiltinEngine
 from tests.unit.common.generation.engines_under_test import (
     ATTENTION,
     MOE,
+    PATHS,
     SCALE,
     TINY,
     CollectedOutput,
@@ -27,7 +28,6 @@ from tests.unit.common.generation.test_builtin_engine import expected_logprobs, 
 from tests.unit.common.generation.test_cache_moves import add_chunks, offer
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning", "error::UserWarning")
-PATHS = [pytest.param("native", marks=pytest.mark.needs("compiler")), "graphs"]
 GAP = 1e-4  # greatest difference of log-probabilities to the merged model in float32
 
 

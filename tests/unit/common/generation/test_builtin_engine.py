@@ -28,6 +28,7 @@ from meshrl.kernels.library_build import COMPILER_FLAGS, COMPILERS, SOURCE_DIREC
 from tests.attention import causal_attention
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import (
+    PATHS,
     TINY,
     VOCAB,
     CollectedOutput,
@@ -82,7 +83,7 @@ def assert_matches_model(
 Make = Callable[..., BuiltinEngine]
 
 
-@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.needs("compiler")), "graphs"])
+@pytest.fixture(params=PATHS)
 def make(request: pytest.FixtureRequest) -> Make:
     return partial(built_in, request.param)
 
@@ -319,7 +320,7 @@ def test_slots_longer_than_the_model_are_rejected(make: Make) -> None:
         make(max_length=1025)
 
 
-@pytest.mark.rotating(4)
+@pytest.mark.rotating(8)
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("storage", ["float", "bf16"])
 @pytest.mark.parametrize("target", TARGETS)

@@ -19,6 +19,7 @@ from meshrl.common.generation.prefix_loading import CHUNK_TOKENS, CacheOrigin, P
 from meshrl.common.job.memory.cache_blocks import BLOCK_TOKENS
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
+    PATHS,
     SCALE,
     CollectedOutput,
     Listener,
@@ -143,8 +144,7 @@ def test_moved_session_continues_bit_identically(
     assert_matches_model(target_output, decoder(), context, temperature or 1.0)
 
 
-@NEEDS_COMPILER
-@pytest.mark.parametrize("path", ["native", "graphs"])
+@pytest.mark.parametrize("path", PATHS)
 def test_bfloat16_sessions_move_bit_identically(path: str) -> None:
     source, target = (built_in(path, dtype="bfloat16") for _ in range(2))
     context = run_first_turn(source, 40)
@@ -317,8 +317,7 @@ def test_session_that_lost_its_only_sampled_token_is_recomputed(
 # -- cache space ---------------------------------------------------------------------------------
 
 
-@NEEDS_COMPILER
-@pytest.mark.parametrize("path", ["native", "graphs"])
+@pytest.mark.parametrize("path", PATHS)
 def test_moved_session_takes_only_the_space_of_its_request(path: str) -> None:
     """Check that idle sessions are evicted for the request, and running requests are not."""
     source, target = built_in(path), built_in(path, slots=4, kv_cache_tokens=9 * BLOCK_TOKENS)
@@ -369,8 +368,7 @@ def test_malformed_chunks_are_ignored(make: Make) -> None:
     assert_matches_model(output, decoder(), context)
 
 
-@NEEDS_COMPILER
-@pytest.mark.parametrize("path", ["native", "graphs"])
+@pytest.mark.parametrize("path", PATHS)
 def test_tokens_beyond_the_request_are_not_written(path: str) -> None:
     """Check a source that has computed a turn which the request does not have."""
     source, target = (built_in(path, max_length=512, kv_cache_tokens=1024) for _ in range(2))
@@ -407,8 +405,7 @@ def test_unsampled_cache_is_dropped_with_its_weights(make: Make) -> None:
     assert_matches_model(Listener(target).run()[2], decoder(1), prompt)
 
 
-@NEEDS_COMPILER
-@pytest.mark.parametrize("path", ["native", "graphs"])
+@pytest.mark.parametrize("path", PATHS)
 def test_aborted_request_releases_the_space_of_its_load(path: str) -> None:
     source, target = built_in(path, max_length=512), built_in(path, max_length=512)
     context = run_first_turn(source, 300)
@@ -489,8 +486,7 @@ def test_sleeping_engine_neither_exports_nor_accepts_caches(make: Make) -> None:
     )
 
 
-@NEEDS_COMPILER
-@pytest.mark.parametrize("path", ["native", "graphs"])
+@pytest.mark.parametrize("path", PATHS)
 def test_moved_group_shares_its_prompt(path: str) -> None:
     source, target = built_in(path, slots=8), built_in(path, slots=8)
     prompt = words(5, 64)

@@ -27,7 +27,7 @@ from tests.unit.common.generation.engines_under_test import (
 
 KINDS = (
     pytest.param("native", marks=pytest.mark.needs("compiler")),
-    "graphs",
+    pytest.param("graphs", marks=pytest.mark.rotating(2)),
     "simulated",
     pytest.param(
         "sglang",

@@ -26,6 +26,7 @@ from meshrl.common.model.network.moe import Routing
 from tests.attention import causal_attention
 from tests.unit.common.generation.engines_under_test import (
     MOE,
+    PATHS,
     VOCAB,
     CollectedOutput,
     Listener,
@@ -39,7 +40,7 @@ SHAPE = MOE.routing_shape
 THREE = replace(MOE, num_experts_per_token=3)
 
 
-@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.needs("compiler")), "graphs"])
+@pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

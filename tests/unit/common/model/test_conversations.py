@@ -180,7 +180,7 @@ answers = st.lists(
 turns = st.lists(st.integers(0, 328), min_size=1, max_size=24)
 
 
-relaxed = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @relaxed

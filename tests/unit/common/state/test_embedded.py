@@ -116,6 +116,7 @@ def find_unassigned_port() -> int:
     return redis_watchdog.find_free_port()
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("port", [False, True])
 async def test_server_rejects_clients_until_its_owner_enables_them(

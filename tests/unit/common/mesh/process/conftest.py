@@ -17,6 +17,18 @@ from tests.fork_server import wait_until_listening
 Open = Callable[..., SystemChild]
 
 
+def start_fork_server(socket: Path, *modules: str) -> SystemChild:
+    """Start a fork server that imports some modules and then listens."""
+    argv = [sys.executable, "-m", "meshrl.common.mesh.process.forking.fork_server"]
+    return SystemHost().spawn(
+        [*argv, str(socket), *modules],
+        name="fork-server",
+        env={FORK_SERVER_ENV: FORK_SERVER_OFF},
+        log=socket.parent / "fork-server.log",
+        options=SpawnOptions(own_session=True),
+    )
+
+
 @pytest.fixture
 def open_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Start a fork server that has imported some modules; the test's processes are forked from
@@ -26,20 +38,7 @@ def open_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     def start(*modules: str) -> SystemChild:
         socket = tmp_path / f"fork-{len(children)}"
-        child = SystemHost().spawn(
-            [
-                sys.executable,
-                "-m",
-                "meshrl.common.mesh.process.forking.fork_server",
-                str(socket),
-                *modules,
-            ],
-            name="fork-server",
-            env={FORK_SERVER_ENV: FORK_SERVER_OFF},
-            log=tmp_path / "fork-server.log",
-            options=SpawnOptions(own_session=True),
-        )
-        children.append(child)
+        children.append(child := start_fork_server(socket, *modules))
         wait_until_listening(child, socket)
         monkeypatch.setenv(FORK_SERVER_ENV, str(socket))
         return child

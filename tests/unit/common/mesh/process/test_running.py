@@ -115,6 +115,7 @@ OWNER = """
 """
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_a_service_cleanly(number: signal.Signals) -> None:
     argv = [sys.executable, "-c", SERVICE]

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from meshrl.common.mesh.process.tcp_sockets import (
     find_foreign_users,
     find_listen_addresses,
 )
+from tests.fork_server import wait_until_listening
 from tests.load import scaled
+from tests.unit.common.mesh.process.conftest import start_fork_server
 from tests.unit.common.mesh.process.modules import python_argv, wait_until_ended, write_module
 from tests.unit.common.mesh.runtime.talking import until
 
@@ -32,13 +35,24 @@ SOON_S = 30.0  # for anything that should happen, on a busy host
 NOBODY = 65534
 
 
+@pytest.fixture(scope="module")
+def fork_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the socket of a fork server for all tests."""
+    socket = tmp_path_factory.mktemp("fork") / "socket"
+    child = start_fork_server(socket)
+    try:
+        wait_until_listening(child, socket)
+        yield socket
+    finally:
+        child.kill()
+
+
 @pytest.fixture(autouse=True, params=["executed", "forked"])
 def start_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Start modules by exec and by fork."""
-    if request.param == "forked":
-        request.getfixturevalue("open_fork_server")()
-    else:
-        monkeypatch.setenv(FORK_SERVER_ENV, FORK_SERVER_OFF)
+    forked = request.param == "forked"
+    place = str(request.getfixturevalue("fork_socket")) if forked else FORK_SERVER_OFF
+    monkeypatch.setenv(FORK_SERVER_ENV, place)
     return str(request.param)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.common.base.encoding.messages import LIMITS, Array, decode, encode, message
@@ -91,6 +91,7 @@ everything = st.builds(
 )
 
 
+@settings(max_examples=50)
 @given(everything)
 def test_message_round_trips_unchanged(m: Everything) -> None:
     assert decode(Everything, *encode(m)) == m

@@ -157,6 +157,7 @@ def test_bytes_that_are_no_delta_are_rejected(content: bytes) -> None:
         decode_delta(b"MRD1" + content, 400)
 
 
+@pytest.mark.rotating(4)
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_encoding_and_decoding_take_little_memory(width: int) -> None:
     old = np.random.default_rng(12).integers(0, 256, 8 << 20, np.uint8)

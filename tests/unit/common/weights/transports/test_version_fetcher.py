@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.common.api.trainer import BroadcastPlan, BroadcastRequest
@@ -209,6 +209,7 @@ def test_small_versions_and_single_transports_leave_no_choice() -> None:
     assert "no other transport" in selector.choose(SIZE, ["pull"]).reason
 
 
+@settings(max_examples=40)
 @given(
     pull=st.floats(1e7, 1e10),
     collective=st.floats(1e7, 1e10),
