@@ -32,8 +32,8 @@ from tests.mesh.simulated.virtual_meshes import (
     wait_until_ended,
 )
 
-STEPS = 9
-BROKEN_AT = 8  # checkpoints are written every third step, and two are retained
+STEPS = 8
+BROKEN_AT = 7  # checkpoints are written every third step, and two are retained
 
 
 def flip(path: Path) -> None:

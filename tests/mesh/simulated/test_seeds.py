@@ -25,7 +25,7 @@ from tests.mesh.simulated.virtual_meshes import check_account, mesh_story
 
 FAULTS = "all"
 SEEDS = 100
-PARTS = 5  # seeds per day
+PARTS = 10  # ten seeds per day
 HOURS = 18 / 3600  # duration of faults; a run takes a minute of virtual time in total
 # Redis' clock goes back during the lease of an engine that a power failure killed: the lease
 # outlasts a mesh that fails at once.
@@ -47,7 +47,7 @@ def test_no_trajectory_is_lost_under_random_faults(seed: int) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("workers", "shards", "ranks"), [(4, 2, 1), (3, 1, 2)])
 def test_no_trajectory_is_lost_in_larger_meshes(workers: int, shards: int, ranks: int) -> None:
-    plan = MeshPlan(7, FAULTS, 30 / 3600, workers, shards, ranks)
+    plan = MeshPlan(7, FAULTS, 30 / 3600, workers, shards, ranks, budget=1)
     outcome = run_plan(plan)
     assert not outcome.violations, f"{outcome.violations}; again: {plan.replay_command}"
 
@@ -59,7 +59,7 @@ STEPS = 10_000  # more than in an hour
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "whole_s", [HOUR_S / 12, pytest.param(HOUR_S, marks=pytest.mark.deep)], ids=["minutes", "hour"]
+    "whole_s", [HOUR_S / 30, pytest.param(HOUR_S, marks=pytest.mark.deep)], ids=["minutes", "hour"]
 )
 @mesh_story(VirtualMeshSize(workers=3, steps=STEPS))
 async def test_no_trajectory_is_lost_with_a_stopped_leader(
@@ -82,7 +82,7 @@ async def test_no_trajectory_is_lost_with_a_stopped_leader(
         )
     await clock.sleep(whole_s - clock.monotonic())
     assert (await leader.read_leader(state, "planner"))[0] != owner
-    assert (await jobs.read_job(state, JOB_NAME)).version > before.version > 10
+    assert (await jobs.read_job(state, JOB_NAME)).version > before.version > 3
     assert all(gang.is_reconciled for gang in await pool.read_gangs(state))
     counted, _ = await check_account(state)
     assert counted["typed_drops"] == 0 and counted["trained"] > 0
@@ -109,7 +109,7 @@ def digest_of(hash_seed: str, log: Path) -> str:
 
 @pytest.mark.rotating(2)
 def test_seed_reproduces_a_run() -> None:
-    plan = MeshPlan(11, "all", 0.002)
+    plan = MeshPlan(11, "all", 0.002, pace=0.3, budget=1)
     assert run_plan(plan).digest == run_plan(plan).digest != run_plan(replace(plan, seed=12)).digest
 
 
