@@ -31,7 +31,7 @@ WHOLE = sum(tensor.nbytes for tensor in models.drawn(MODEL, 0).values())
 FAR = "127.0.0.2"  # hosts of proxies
 ANSWER_TOKENS = 6  # tokens, which identify a version
 WITHIN_S = 60.0  # limit for operations of a second on a quiet machine
-POLL_S = 0.01
+POLL_S = 0.05  # between two polls, in each of which an engine may generate
 ENDLESS = 1 << 40
 
 

@@ -30,7 +30,7 @@ from meshrl.common.state.redis.keys import PLANNER_ELECTION
 from tests.load import scaled
 from tests.meshes import SECRET
 
-POLL_S = 0.03  # between two polls, each of which runs a script
+POLL_S = 0.1  # between two polls, each of which runs a script
 SOON_S = 60.0  # limit for any expected change on a busy host
 WHY = Rationale("test")
 

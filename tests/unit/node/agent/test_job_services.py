@@ -129,8 +129,11 @@ async def test_agent_without_a_loop_creates_no_coroutine(tmp_path: Path) -> None
             gc.collect()  # reports coroutines that were never awaited
         return [str(warning.message) for warning in caught]
 
-    gc.collect()  # garbage of earlier tests must not be reported here
-    messages = await asyncio.to_thread(close_killed_process)
+    gc.freeze()  # garbage of earlier tests must not be reported here
+    try:
+        messages = await asyncio.to_thread(close_killed_process)
+    finally:
+        gc.unfreeze()
     assert not [message for message in messages if "never awaited" in message]
 
 

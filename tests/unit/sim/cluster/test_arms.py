@@ -36,7 +36,7 @@ count = 2
 accelerators = 8
 [[jobs]]
 name = "agent"
-steps = 6
+steps = 4
 groups_per_step = 8
 group_size = 8
 ranks = 8

@@ -84,7 +84,7 @@ def test_arms_are_compared_with_the_first_one(tmp_path: Path) -> None:
 
 
 def test_scenario_is_compared_with_its_change(tmp_path: Path) -> None:
-    longer = SMALL.replace("steps = 6", "steps = 24")
+    longer = SMALL.replace("steps = 6", "steps = 14")
     result = run_command(str(write(tmp_path, longer)), "--what-if", "hosts.cpu.accelerators=8")
     document = json.loads(result.stdout.splitlines()[-1])
     faster = document["planner_if_hosts.cpu.accelerators=8_faster"]
@@ -152,7 +152,7 @@ def test_trace_is_replayed_and_its_mistakes_name_their_line(tmp_path: Path) -> N
         build_cluster(get_only_scenario(read_arms(write(tmp_path, text), [])["held"]), tmp_path)
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating(4)
 def test_simulate_command_passes_options_on_and_draws_charts(tmp_path: Path) -> None:
     words = [str(write(tmp_path)), "--set", "jobs.steps=4", "--out", str(tmp_path / "plots")]
     told = [sys.executable, "-m", "meshrl", "simulate", *words]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 
 TRAINED = EmulatedWorkload(
     workers=4,
-    steps=16,
+    steps=10,
     median_tokens=LinearDrift(20.0, 20.0),
     engine_speed="100/8/4000",
     training_speed="60/50",
@@ -40,17 +41,20 @@ def run_cluster(job: JobSpec, workers: int = 4, until_s: float = 3600.0) -> SimC
     return cluster
 
 
+@functools.cache
+def run_trained(is_static: bool) -> SimCluster:
+    """Return a finished run that several tests read."""
+    return run_cluster(spec_of(TRAINED.with_static_split(0) if is_static else TRAINED, 1))
+
+
 def test_equal_clusters_have_equal_runs() -> None:
-    one, other = (run_cluster(spec_of(TRAINED, 1)) for _ in range(2))
+    one, other = run_trained(is_static=False), run_cluster(spec_of(TRAINED, 1))
     assert one.jobs["job"].training.step_ends_s == other.jobs["job"].training.step_ends_s
     assert [m.details for m in one.moves] == [m.details for m in other.moves]
 
 
 def test_planner_moves_engines_to_training_when_that_pays() -> None:
-    moved, held = (
-        run_cluster(spec_of(TRAINED, 1)),
-        run_cluster(spec_of(TRAINED.with_static_split(0), 1)),
-    )
+    moved, held = run_trained(is_static=False), run_trained(is_static=True)
     assert moved.moves and not held.moves
     assert {m.details["to"] for m in moved.moves} == {"training"}
     times = [one.jobs["job"].training.step_ends_s[-1] for one in (moved, held)]
@@ -59,9 +63,9 @@ def test_planner_moves_engines_to_training_when_that_pays() -> None:
 
 def test_each_trained_trajectory_was_sampled_once() -> None:
     job = run_cluster(spec_of(TRAINED, 2)).jobs["job"]
-    assert job.training.is_finished and len(job.training.step_ends_s) == 16
+    assert job.training.is_finished and len(job.training.step_ends_s) == TRAINED.steps
     counted = job.shards[0].work_counter
-    groups = 16 * 4 + job.training.requeued_trajectories // 6
+    groups = TRAINED.steps * 4 + job.training.requeued_trajectories // 6
     assert counted.groups == groups, "no group beyond the last step is opened"
     assert counted.trajectories == 6 * groups and not job.shards[0].trajectories
     assert job.shards[0].work.queue_s >= 0
@@ -190,9 +194,8 @@ def test_core_of_a_lost_host_continues_elsewhere() -> None:
 
 
 def test_late_weights_serve_later_generation() -> None:
-    soon = spec_of(TRAINED.with_static_split(0), 1)
-    late = replace(soon, get_arrival_s=lambda kind, degree: 30.0)
-    runs = [run_cluster(spec).jobs["job"] for spec in (soon, late)]
+    late = replace(spec_of(TRAINED.with_static_split(0), 1), get_arrival_s=lambda kind, degree: 30.0)
+    runs = [one.jobs["job"] for one in (run_trained(is_static=True), run_cluster(late))]
     assert all(job.training.is_finished for job in runs)
     assert runs[1].training.requeued_trajectories >= runs[0].training.requeued_trajectories
     assert runs[1].training.step_ends_s != runs[0].training.step_ends_s
