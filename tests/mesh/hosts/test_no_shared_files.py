@@ -17,6 +17,7 @@ from meshrl.common.state import events, jobs, registry
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.mesh_shape import MeshShape
 from meshrl.view.history import sample_files
 from meshrl.view.trace import trace_writer
 from tests.mesh.hosts.hidden_host import HiddenHost
@@ -24,6 +25,7 @@ from tests.mesh.hosts.joined_host import submit, until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("root")]
 LINES = 20  # of a log
+HEAD = (MeshShape(workers=0, accepted_services=()),)  # all of the job is on the second host
 
 
 async def test_job_runs_on_a_host_without_files_of_the_head(mesh: Launcher, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ async def test_flipped_bit_on_the_wire_is_fetched_again(bench: TransferBench) ->
     await bench.wait_for_version(engine)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_flipped_bit_in_a_hosts_chunk_cache_is_fetched_again(bench: TransferBench) -> None:
     await bench.begin()
     await bench.engine.kill()
@@ -69,7 +69,7 @@ async def test_flipped_bit_in_a_hosts_chunk_cache_is_fetched_again(bench: Transf
     assert path.read_bytes() != spoiled
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_flipped_bit_in_the_store_is_restaged(bench: TransferBench) -> None:
     await bench.begin()
     store = bench.scene.root(0) / "store"
@@ -144,7 +144,7 @@ async def versions(bench: TransferBench) -> Versions:
     return found
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_receiver_survives_a_killed_delta_sender(versions: Versions) -> None:
     digest = await versions.stage_next(versions.publisher)
     await versions.publisher.kill()
@@ -159,7 +159,7 @@ async def test_receiver_survives_a_killed_delta_sender(versions: Versions) -> No
     )
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_successor_of_a_killed_delta_receiver_gets_the_version(versions: Versions) -> None:
     digest = await versions.stage_next(versions.publisher)
     order = await versions.receive_half(digest)
@@ -196,7 +196,7 @@ def limit_file_size(member: Member, size: int) -> None:
     resource.prlimit(member.pid, resource.RLIMIT_FSIZE, (size, UNLIMITED))
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_trainer_with_a_full_disk_waits_without_a_partial_version(
     bench: TransferBench,
 ) -> None:
@@ -212,7 +212,7 @@ async def test_trainer_with_a_full_disk_waits_without_a_partial_version(
     await bench.wait_for_version(bench.engine)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_engine_with_a_full_disk_keeps_the_version_in_memory(bench: TransferBench) -> None:
     await bench.begin()
     limit_file_size(bench.engine, NO_CHUNK)
@@ -233,7 +233,7 @@ def list_digests(store: ChunkStore) -> set[str]:
     return {name for name in names if not name.startswith(".")}
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_engine_skips_a_version_collected_during_its_pull(bench: TransferBench) -> None:
     await bench.begin()
     store = ChunkStore(bench.scene.root(0) / "store")
@@ -286,7 +286,7 @@ async def test_engine_skips_a_version_swept_during_its_pull(bench: TransferBench
     await bench.wait_for_version(bench.engine)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_pull_of_a_swept_version_fails_by_type(bench: TransferBench) -> None:
     await bench.begin(store=SWEEPING)
     receiver = await bench.scene.receiver(9, host=3)
@@ -336,7 +336,7 @@ async def test_new_store_serves_new_versions_after_its_host_was_lost(bench: Tran
 ANYWHERE = pytest.mark.parametrize("share", [0.01, 0.5, 0.95])
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @ANYWHERE
 async def test_pull_continues_after_the_store_was_killed(
     bench: TransferBench, share: float
@@ -353,7 +353,7 @@ async def test_pull_continues_after_the_store_was_killed(
     await bench.wait_for_version(bench.engine)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @ANYWHERE
 async def test_engine_killed_during_a_pull_is_replaced(bench: TransferBench, share: float) -> None:
     await bench.begin()
@@ -365,7 +365,7 @@ async def test_engine_killed_during_a_pull_is_replaced(bench: TransferBench, sha
     await bench.wait_for_version(await bench.new_engine())
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @ANYWHERE
 async def test_trainer_killed_during_staging_is_replaced(
     bench: TransferBench, share: float
@@ -385,7 +385,7 @@ async def test_trainer_killed_during_staging_is_replaced(
     await bench.wait_for_version(bench.engine)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_killed_source_host_is_replaced_by_another(bench: TransferBench) -> None:
     await bench.begin()
     first, proxy = await bench.start_agent_behind_proxy(1)
@@ -425,7 +425,7 @@ async def test_stalled_source_host_is_replaced_by_another(bench: TransferBench) 
         agent.signal(signal.SIGCONT)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_stalled_store_is_replaced_by_a_host_with_the_version(
     bench: TransferBench,
 ) -> None:
@@ -469,7 +469,7 @@ async def until_served(bench: TransferBench, engine: Member) -> None:
 OTHER = 70  # seed of the successor's version
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_replaced_trainer_commits_no_version(bench: TransferBench) -> None:
     await bench.begin()
     first = bench.publisher
