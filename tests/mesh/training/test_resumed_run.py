@@ -185,7 +185,7 @@ def uninterrupted_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 
 @pytest.mark.timeout(300)
 @pytest.mark.group("replayed steps")
-@pytest.mark.rotating(len(DEATHS))
+@pytest.mark.rotating(2 * len(DEATHS))  # units of the trainer replay steps daily
 @pytest.mark.parametrize("deaths", DEATHS, ids=" ".join)
 def test_steps_replay_bit_by_bit_after_a_trainer_loss_at_any_point(
     deaths: Sequence[str], uninterrupted_run: dict[str, Any], tmp_path: Path

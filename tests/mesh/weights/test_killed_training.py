@@ -67,7 +67,7 @@ async def lose_host(trained: TrainingBench) -> None:
         shutil.rmtree(trained.scene.root(0) / directory, ignore_errors=True)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_training_continues_from_memory_after_store_loss(trained: TrainingBench) -> None:
     await trained.begin_training()
     await trained.release()
@@ -82,7 +82,7 @@ async def test_training_continues_from_memory_after_store_loss(trained: Training
         await trained.wait_for_version(engine)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 async def test_lost_store_without_a_copy_fails_the_job_with_a_fix(
     trained: TrainingBench,
 ) -> None:

@@ -377,6 +377,7 @@ async def test_trainer_killed_during_staging_is_replaced(
     await bench.wait_until_stalled()
     await bench.publisher.kill()
     await staging
+    await bench.evict_name(bench.publisher.name)
     bench.resume_transfer()
     assert await bench.read_served_version(bench.engine) == 0
     bench.publisher = await bench.scene.publisher(host=2)
