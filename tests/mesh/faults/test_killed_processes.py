@@ -66,10 +66,10 @@ AT_WORK = ("rollout/digits/0", "trainer/digits", "weights", "worker/w0", "worker
 def test_nothing_is_lost_with_a_killed_shard_and_an_outage_longer_than_leases(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    # At 5 ms a step, trajectories of 400 tokens are unfinished when the shard is killed, and
+    # At 5 ms a step, trajectories of 250 tokens are unfinished when the shard is killed, and
     # steps remain after the outage.
     pace = slow_pace(5, 64, 100000)
-    mesh = run(budget__steps=4, rollout__max_tokens=400, rollout__stop="[]", rollout__pace=pace)
+    mesh = run(budget__steps=4, rollout__max_tokens=250, rollout__stop="[]", rollout__pace=pace)
 
     def many_tokens() -> bool:
         return mesh.in_ledger(RecordKind.TOKENS) >= 8

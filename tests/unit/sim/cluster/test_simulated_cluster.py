@@ -194,12 +194,13 @@ def test_core_of_a_lost_host_continues_elsewhere() -> None:
 
 
 def test_late_weights_serve_later_generation() -> None:
-    late = replace(spec_of(TRAINED.with_static_split(0), 1), get_arrival_s=lambda kind, degree: 30.0)
-    runs = [one.jobs["job"] for one in (run_trained(is_static=True), run_cluster(late))]
+    soon, spec = run_trained(is_static=True), spec_of(TRAINED.with_static_split(0), 1)
+    late = run_cluster(replace(spec, get_arrival_s=lambda kind, degree: 30.0))
+    runs = [one.jobs["job"] for one in (soon, late)]
     assert all(job.training.is_finished for job in runs)
     assert runs[1].training.requeued_trajectories >= runs[0].training.requeued_trajectories
     assert runs[1].training.step_ends_s != runs[0].training.step_ends_s
-    assert {engine.version for engine in runs[1].engines} != {late.steps}, "the last ones are due"
+    assert {engine.version for engine in runs[1].engines} != {spec.steps}, "the last ones are due"
 
 
 @pytest.mark.deep
