@@ -147,23 +147,7 @@ async def test_slice_begins_when_all_workers_have_the_tensors(stage: Stage) -> N
 
 
 @story_on(on_stage)
-async def test_only_another_worker_is_asked_about_a_fully_resident_instance(stage: Stage) -> None:
-    first, second = tight(stage)
-    for residency in (first, second):
-        residency.budget = 10 * SIZE
-        residency.bytes = dict.fromkeys(residency.bytes, SIZE)
-    await stage.workers()
-    (mesh, core), (_, engine) = [await stage.join_instance(i) for i in (1, 0)]
-    await stage.compute("engine", engine, 0.1, times=5)
-    assert first.orders == second.orders == []
-    await stage.compute("core", core, 0.1, times=5)
-    # a process that started there may have moved the kinds of others since its state was read
-    assert [order.instance for order in second.orders if not order.prefetch] == [CORE] * 5
-    assert all(one.granted_s - one.chosen_s < 0.1 for one in (await explain(mesh)).slices[1:])
-
-
-@story_on(on_stage)
-async def test_fully_resident_slice_on_two_workers_costs_an_order_and_a_state(
+async def test_only_another_worker_is_asked_once_about_a_fully_resident_instance(
     stage: Stage,
 ) -> None:
     first, second = tight(stage)
@@ -171,9 +155,13 @@ async def test_fully_resident_slice_on_two_workers_costs_an_order_and_a_state(
         residency.budget = 10 * SIZE
         residency.bytes = dict.fromkeys(residency.bytes, SIZE)
     await stage.workers()
-    (_, core), (_, other) = [await stage.join_instance(i) for i in (1, 2)]
+    (mesh, core), (_, engine), (_, other) = [await stage.join_instance(i) for i in (1, 0, 2)]
+    await stage.compute("engine", engine, 0.1, times=5)
+    assert first.orders == second.orders == []
+    # a process that started there may have moved the kinds of others since its state was read
     for _ in range(5):
         await asyncio.gather(stage.compute("core", core, 0.1), stage.compute("other", other, 0.1))
+    assert all(one.granted_s - one.chosen_s < 0.1 for one in (await explain(mesh)).slices[1:])
     assert [order.instance for order in first.orders] == [CORE] * 5
     assert sorted(order.instance for order in second.orders) == [CORE] * 5 + [OTHER] * 5
     assert not any(order.prefetch for order in second.orders)
