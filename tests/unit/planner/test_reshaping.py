@@ -129,10 +129,10 @@ def test_lost_worker_during_reshaping_leaves_engines_of_the_others(lost: str) ->
     bench, plant = mesh(), replace(LONG)
     run_tall(bench, plant, 3)
     bench.update_worker(lost, alive=False, token=0)
-    run_tall(bench, plant, 25)
+    run_tall(bench, plant, 12)
     assert sum(degrees_of(bench)) + helpers_of(bench) >= 4 and degrees_of(bench)
     bench.update_worker(lost, alive=True, token=99)
-    run_tall(bench, plant, 40)
+    run_tall(bench, plant, 20)
     assert predict_plan_s(bench, plant) < 0.6 * plant.rollout_s(ONES)
     assert bench.memory.split_states["job"].desired_shape is None
 
