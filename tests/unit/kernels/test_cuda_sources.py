@@ -28,7 +28,7 @@ from tests.unit.kernels.operators_under_test import (
 
 pytestmark = pytest.mark.group("cuda sources")  # one build for all tests
 LAUNCH = re.compile(r"([\w]+(?:<[\w, ]*>)?)\s*<<<([^;]*?), ([^;,]*), 0, \w+>>>\(([^;]*?)\);")
-FLAGS = ("-Og", "-std=c++20", "-Wno-unknown-pragmas", "-shared", "-fPIC")
+FLAGS = ("-O0", "-std=c++20", "-Wno-unknown-pragmas", "-shared", "-fPIC")
 PROCESSORS = 132  # multiprocessors of an H200
 
 

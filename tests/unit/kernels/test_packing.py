@@ -76,7 +76,9 @@ def test_small_plans_are_within_a_third_of_the_optimum(lengths: list[int], cost:
     ours = compute_makespan(pack_rounds(lengths, 40, 2, cost), lengths, cost)
     best = min(
         compute_makespan(rounds, lengths, cost)
-        for places in product([0], *repeat(range(6), len(lengths) - 1))  # bins are interchangeable
+        # Bins of a round and rounds are interchangeable: the first sequence is in bin 0, and the
+        # second beside it, in the other bin of the round, or in another round.
+        for places in product(*([0], range(3), *repeat(range(6), 4))[: len(lengths)])
         if (rounds := make_rounds(places, lengths, 40))
     )
     assert best * (1 - 1e-9) <= ours <= 4 / 3 * best

@@ -217,7 +217,7 @@ def test_waiting_requests_do_not_block_loading_ones(path: str) -> None:
         assert_matches_model(listener.get_output(10 + i), decoder(), context)
 
 
-@pytest.mark.rotating(4)
+@pytest.mark.rotating(8)
 @pytest.mark.parametrize("seed", range(8))
 def test_tokens_are_correct_under_random_loads_and_eviction(seed: int) -> None:
     """Check conversations that share a prompt in a small cache, with random deliveries."""
