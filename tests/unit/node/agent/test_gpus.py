@@ -97,7 +97,7 @@ async def test_engine_on_two_gpus_waits_until_the_second_has_free_memory(
     await mesh.until("kept", "g0.0", lambda r: r.is_reconciled and r.reports[1].token != token)
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating(3)
 async def test_gpu_figures_are_published_and_faults_become_events(
     mesh: SmallMesh, gpus: Gpus
 ) -> None:
