@@ -225,7 +225,7 @@ class Deadlines(SystemClock):
 
 
 async def test_long_repair_has_no_deadline_and_keeps_the_loop_responsive(run: Run) -> None:
-    record_events(run.directory, 10_000)
+    record_events(run.directory, 3000)
     path = run.directory / "events.jsonl"
     flip(path, path)
     run.launcher.clock = clock = Deadlines()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.common.base.errors import NotFound
@@ -146,6 +146,7 @@ bars = st.lists(
 
 
 @given(bars)
+@settings(max_examples=40)
 def test_overlapping_spans_get_separate_lanes(
     found: list[TraceBar],
 ) -> None:
