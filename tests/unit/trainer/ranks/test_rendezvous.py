@@ -161,8 +161,8 @@ def port_of(pid):
         for number in os.listdir(f"/proc/{pid}/fd"):
             with suppress(FileNotFoundError):  # it is closed by now
                 sockets.add(os.readlink(f"/proc/{pid}/fd/{number}"))
-        for row in tcp_sockets.read_sockets():
-            if row.state == tcp_sockets.STATE_LISTENING and f"socket:[{row.inode}]" in sockets:
+        for row in tcp_sockets.read_sockets(tcp_sockets.STATE_LISTENING):
+            if f"socket:[{row.inode}]" in sockets:
                 return row.local.port
         time.sleep(0.01)
 
