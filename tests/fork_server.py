@@ -7,6 +7,7 @@ starts many processes.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from meshrl.launch.services import service_plan
 from tests.load import scaled
 
 LISTENS_S = 60.0
+ROOT = Path(__file__).parents[1]
 
 
 class TestForkServer:
@@ -72,6 +74,30 @@ class TestForkServer:
                 time.sleep(0.01)
             del os.environ[FORK_SERVER_ENV]
         self._scratch.cleanup()
+
+
+async def run_module(module: str, *words: str, log: Path, deadline_s: float = 200.0) -> None:
+    """Run a module in its own process to its end, and require success.
+
+    The process is a fork of the fork server, if there is one, because the import of PyTorch would
+    be most of its cost. It has one thread, so that it can be forked safely.
+    """
+    child = SystemHost().spawn(
+        [sys.executable, "-m", module, *words],
+        name="program",
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        log=log,
+        options=SpawnOptions(own_session=True),
+    )
+    try:
+        assert await child.wait(scaled(deadline_s)) == 0, read_end(log)
+    finally:
+        child.kill()
+
+
+def read_end(log: Path) -> str:
+    """Return the last lines of a log."""
+    return log.read_text()[-4000:]
 
 
 def wait_until_listening(child: SystemChild | None, socket: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -29,14 +28,13 @@ from meshrl.services.weights.retention.sweeper import (
     ORPHAN_SCAN_INTERVAL_S,
     SWEEP_INTERVAL_S,
 )
-from tests.load import scaled
+from tests.fork_server import run_module
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 COLLECTION_S = DELETION_GRACE_S + 4 * SWEEP_INTERVAL_S
 WRITES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime", "os.link", "os.truncate")
 EVERY = 4  # writes; each part of a test begins at another one
 OTHER = "other"  # a job that is deleted
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def kill_at_write(count: int) -> None:
@@ -189,14 +187,13 @@ def run_all(root: Path, first: int) -> None:
 
 @pytest.mark.rotating(EVERY)
 @pytest.mark.parametrize("first", range(1, EVERY + 1))
-def test_collection_killed_at_any_write_leaves_only_needed_files(
+async def test_collection_killed_at_any_write_leaves_only_needed_files(
     tmp_path: Path, first: int
 ) -> None:
     # This runs in its own process, since a process with threads of libraries cannot be forked
     # safely.
-    command = [sys.executable, "-m", __name__, str(tmp_path), str(first)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(240))
-    assert result.returncode == 0, result.stderr
+    words = str(tmp_path), str(first)
+    await run_module(__name__, *words, log=tmp_path / "log", deadline_s=240.0)
 
 
 if __name__ == "__main__":

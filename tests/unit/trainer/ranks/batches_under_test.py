@@ -16,7 +16,7 @@ from meshrl.common.model.network.decoder import Decoder
 from meshrl.services.trainer.bins.packing import Bin, TrainingSequence, make_bins
 from meshrl.services.trainer.learner.learner import Learner
 
-STEPS = 4
+STEPS = 3
 MODEL_SEED = 7
 BINS = 5  # of each step: no multiple of two or three ranks
 VOCABULARY = 37

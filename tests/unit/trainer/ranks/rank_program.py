@@ -1,9 +1,9 @@
-"""Ranks of a gang, without a mesh: `python rank_program.py RANKS DIRECTORY VARIANT..`.
+"""Ranks of a gang, without a mesh: `python -m MODULE RANKS DIRECTORY VARIANT..`.
 
 They are forks of one process, because the import of PyTorch is most of their cost. Each trains the
 batches of `batches_under_test` for a few steps, in each variant. A plain learner computes some
-rounds as a hybrid would. Halfway the whole state moves to new ranks, which rendezvous as on several
-hosts. Rank 0 writes weights and the optimizer's state.
+rounds as a hybrid would. After a step the whole state moves to new ranks, which rendezvous as on
+several hosts. Rank 0 writes weights and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from tests.unit.trainer.ranks.batches_under_test import (
 from tests.unit.trainer.ranks.rows_under_test import sharded_learner
 from tests.unit.trainer.state_transfer import load_state
 
+STEPS_BEFORE_MOVE = 1
 SOME_BYTES = 4096  # of tensors that are gathered together
 
 
@@ -116,7 +117,7 @@ def train_all(
         load_received_weights(rank, given_weights(variant))
         norms = []
         for step in range(STEPS):
-            if step == STEPS // 2:
+            if step == STEPS_BEFORE_MOVE:
                 halfway = directory / f"{variant}-halfway"
                 save_rows_of(rank, halfway)
                 rank.leave()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from meshrl.services.trainer.learner.learner import Learner, sum_gradients
-from tests.unit.trainer.forking import run_program
+from tests.fork_server import run_module
 from tests.unit.trainer.ranks.batches_under_test import (
     SHARED,
     STEPS,
@@ -21,7 +21,7 @@ from tests.unit.trainer.ranks.batches_under_test import (
     has_critic,
 )
 
-PROGRAM = Path(__file__).with_name("rank_program.py")
+PROGRAM = f"{__package__}.rank_program"
 RANKS = 3  # not divided by the bins of a step nor by the rows of most parameters
 SHARING = 4
 
@@ -51,7 +51,7 @@ async def test_sharded_ranks_make_the_updates_of_one_process(tmp_path: Path, var
     Cases: from weights that they receive, after a move of the state to new ranks, with rounds that
     hybrids computed, with rounds that have no bin for some rank, with a critic, and with adapters.
     """
-    await run_program(PROGRAM, tmp_path, str(RANKS), str(tmp_path), variant)
+    await run_ranks(RANKS, tmp_path, variant)
     assert_trained_as_one_process(variant, tmp_path, RANKS)
 
 
@@ -59,8 +59,13 @@ async def test_sharded_ranks_make_the_updates_of_one_process(tmp_path: Path, var
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("variant", SHARED)
 async def test_ranks_can_share_experts_that_others_lack(tmp_path: Path, variant: str) -> None:
-    await run_program(PROGRAM, tmp_path, str(SHARING), str(tmp_path), variant)
+    await run_ranks(SHARING, tmp_path, variant)
     assert_trained_as_one_process(variant, tmp_path, SHARING)
+
+
+async def run_ranks(ranks: int, directory: Path, variant: str) -> None:
+    words = str(ranks), str(directory), variant
+    await run_module(PROGRAM, *words, log=directory / "ranks.log")
 
 
 def assert_trained_as_one_process(variant: str, directory: Path, ranks: int) -> None:

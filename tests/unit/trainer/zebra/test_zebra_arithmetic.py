@@ -15,10 +15,10 @@ from torch import Tensor
 from meshrl.services.trainer.learner.learner import Learner
 from meshrl.services.trainer.sharding.row_operations import list_owned_ranges
 from meshrl.services.trainer.zebra.zebra_ownership import ZebraOwnership
-from tests.unit.trainer.forking import run_program
+from tests.fork_server import run_module
 from tests.unit.trainer.zebra.cases import CASES, Case, bins, one_process
 
-PROGRAM = Path(__file__).with_name("zebra_program.py")
+PROGRAM = f"{__package__}.zebra_program"
 RANKS, ROUNDS = 4, 2
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # of gradients, relative to the largest
 
@@ -33,7 +33,7 @@ async def test_ranks_of_two_kinds_match_one_process(tmp_path: Path, name: str) -
     in between. Repeated rounds are equal to the last bit. Both ranks of a pair launch the transfers
     of both lanes in one order, although one lane of each is slow: NCCL may deadlock otherwise.
     """
-    await run_program(PROGRAM, tmp_path, str(tmp_path), name)
+    await run_module(PROGRAM, str(tmp_path), name, log=tmp_path / "ranks.log")
     files = [load_file(tmp_path / f"{name}-{rank}.safetensors") for rank in range(RANKS)]
     assert_as_one_process(name, CASES[name], files)
     assert_one_launch_order(files)

@@ -1,6 +1,6 @@
-"""Ranks of a zebra gang, without a mesh: `python zebra_program.py DIRECTORY`.
+"""Ranks of a zebra gang, without a mesh: `python -m MODULE DIRECTORY CASE`.
 
-They are forks of one process. Each computes the rounds of each case of `cases` twice, and writes
+They are forks of one process. Each computes the rounds of a case of `cases` twice, and writes
 its rows of the gradients, the statistics of its bins and, after a step, its rows of the weights.
 It also writes the order in which it launched transfers with each other rank. One lane of some ranks
 is slow to launch.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,10 +22,10 @@ from meshrl.services.weights.atomic_directories import EXPORT_MARKER
 from meshrl.services.weights.versions.__main__ import run_command
 from meshrl.services.weights.versions.export_targets import UNFINISHED_MARKER
 from meshrl.services.weights.versions.run_versions import RunVersions
-from tests.load import scaled
+from tests.fork_server import run_module
 from tests.unit.weights.exports.test_export import CONFIG, Run, model, weights
 from tests.unit.weights.exports.test_versions import make_model_directory
-from tests.unit.weights.test_killed_collections import ROOT, kill_at_write, wait_and_check_killed
+from tests.unit.weights.test_killed_collections import kill_at_write, wait_and_check_killed
 
 OLD, NEW = 0, 1  # versions, and the seeds of their models
 EVERY = 4  # operations; each part of a test begins at another one
@@ -148,17 +147,13 @@ def run_all(root: Path, kind: str, first: int) -> None:
 @pytest.mark.rotating(EVERY)
 @pytest.mark.parametrize("first", range(1, EVERY + 1))
 @pytest.mark.parametrize("kind", ["imports", "exports", "url"])
-def test_kill_at_any_operation_leaves_no_partial_output(
+async def test_kill_at_any_operation_leaves_no_partial_output(
     tmp_path: Path, kind: str, first: int
 ) -> None:
     # This runs in its own process, since a process with threads of libraries cannot be forked
     # safely.
-    command = [sys.executable, "-m", __name__, str(tmp_path), kind, str(first)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=scaled(600)
-    )
-    assert result.returncode == 0, result.stderr
+    words = str(tmp_path), kind, str(first)
+    await run_module(__name__, *words, log=tmp_path / "log", deadline_s=600.0)
 
 
 if __name__ == "__main__":
