@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from ipaddress import ip_address
@@ -359,6 +361,17 @@ def test_hosts_of_connected_clients_are_found(everywhere: bool) -> None:
             )
 
 
+CLIENT_PROGRAM = """
+import os, socket, sys
+family, host, port, user = sys.argv[1:]
+os.setresuid(int(user), int(user), int(user))
+client = socket.socket(int(family))
+client.connect((host, int(port)))
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_clients_of_other_users_are_found(host: str) -> None:
@@ -370,21 +383,14 @@ def test_clients_of_other_users_are_found(host: str) -> None:
         address, other_address = get_socket_address(listener), get_socket_address(other)
         with socket.create_connection((host, address.port)):
             assert find_foreign_users({address}) == set()
-        ready_read, ready_write = os.pipe()
-        exit_read, exit_write = os.pipe()
-        child_pid = os.fork()
-        if child_pid == 0:
-            os.close(exit_write)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
-            client_socket = socket.socket(family)
-            client_socket.connect((host, address.port))
-            os.write(ready_write, b"!")
-            os.read(exit_read, 1)
-            os._exit(0)
-        assert os.read(ready_read, 1)
-        assert find_foreign_users({address}) == {NOBODY}
-        assert find_foreign_users({other_address}) == set()
-        os.close(exit_write)
-        os.waitpid(child_pid, 0)
-        for descriptor in (ready_read, ready_write, exit_read):
-            os.close(descriptor)
+        # This process must not fork: libraries of earlier tests have threads, which no fork has.
+        words = [str(int(family)), host, str(address.port), str(NOBODY)]
+        command = [sys.executable, "-I", "-c", CLIENT_PROGRAM, *words]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe) as client:
+            assert client.stdin is not None and client.stdout is not None
+            assert client.stdout.readline()
+            assert find_foreign_users({address}) == {NOBODY}
+            assert find_foreign_users({other_address}) == set()
+            client.stdin.close()
+        assert client.returncode == 0
