@@ -63,7 +63,7 @@ def find_line(output: str, what: str) -> str:
     return next(line for line in output.splitlines() if line.split()[1:2] == [what])
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating(4)
 def test_doctor_reports_torch_operators_without_a_compiler(tmp_path: Path) -> None:
     output = run_doctor(tmp_path, str(tmp_path))
     for what, otherwise in (("engine", "torch eager"), ("training", "torch's operators")):

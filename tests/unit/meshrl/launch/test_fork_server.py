@@ -63,7 +63,7 @@ def list_descriptors(pid: int) -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating(4)
 async def test_fork_server_preloads_modules_and_starts_no_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
