@@ -104,6 +104,7 @@ async def test_corrupt_chunk_is_fetched_again_and_never_loaded(hosts: Hosts, har
     assert path.read_bytes() == content
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("why", ["full", "no directory", "too little", "none"])
 async def test_chunks_that_cannot_be_cached_are_still_received(hosts: Hosts, why: str) -> None:
     (hosts.root / "second").mkdir()

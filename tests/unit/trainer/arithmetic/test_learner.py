@@ -377,6 +377,7 @@ def test_replayed_routing_reproduces_the_engines_logprobs(path: str) -> None:
     assert gap(later, bins_of(group, replayed=True)) < 1e-4
 
 
+@pytest.mark.rotating(3)
 @paths
 def test_logprobs_match_the_engines_after_any_prompt(path: str) -> None:
     prompts = [np.random.default_rng(n).integers(0, VOCAB, 1 + 9 * n).tolist() for n in range(4)]

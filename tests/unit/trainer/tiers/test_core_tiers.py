@@ -51,6 +51,7 @@ def expected(tmp_path: Path) -> list[str]:
     return run_without_sleep(tmp_path, "plain")
 
 
+@pytest.mark.rotating(4)
 @pytest.mark.parametrize("variant", ["plain", "critic", "adapters", "bfloat16"])
 def test_any_sequence_of_tiers_gives_equal_bits(variant: str, tmp_path: Path) -> None:
     expected, found = run_without_sleep(tmp_path, variant), []

@@ -241,7 +241,7 @@ async def test_cancelled_pull_leaves_only_complete_chunks(hosts: Hosts) -> None:
     chunks = hosts.store_chunks(12)
     pull = asyncio.create_task(fetcher.pull(chunks))
     while not [p for p in fetcher.chunks.directory.glob("??/*") if not p.name.startswith(".")]:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
     pull.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pull
