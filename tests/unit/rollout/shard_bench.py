@@ -200,7 +200,7 @@ class ShardBench:
             reward=RewardConfig(use="m:f"),
             algorithm=AlgorithmConfig(group_size=3, groups_per_step=2000),
             rollout=RolloutConfig(slots=SLOTS, max_tokens=200, stop=["#"]),
-            evaluation=EvaluationConfig(problems=3),
+            evaluation=EvaluationConfig(problems=1),
             budget=BudgetConfig(steps=9),
             tracking=TrackingConfig(trace=1.0),
         )
@@ -253,7 +253,7 @@ class ShardBench:
         async def drive() -> None:
             while True:
                 service.run_once()
-                await self.clock.sleep(0.05)
+                await self.clock.sleep(0.1)
 
         self.tasks.append(asyncio.create_task(drive()))
 

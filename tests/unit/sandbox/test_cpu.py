@@ -201,12 +201,12 @@ async def run_program(
 async def test_cpu_limit_applies_to_all_processes_together(
     tier_launcher: JailLauncher, source: str
 ) -> None:
-    limits = JailLimits(wall_s=120.0, cpu_s=0.5, memory_bytes=128 * MIB)
+    limits = JailLimits(wall_s=120.0, cpu_s=0.25, memory_bytes=128 * MIB)
     result = await asyncio.wait_for(run_program(tier_launcher, source, limits), scaled(60))
     assert (result.status, "of CPU time" in result.error) == ("timeout", True)
     # Without control groups, CPU time is sampled by an init process that competes with its guest.
     late_s = 1.0 if tier_launcher.tier != "landlock" else 2.0
-    assert 0.45 <= result.cpu_s <= 2 * limits.cpu_s + late_s
+    assert 0.9 * limits.cpu_s <= result.cpu_s <= 2 * limits.cpu_s + late_s
 
 
 def test_steal_time_is_the_mean_over_cores() -> None:
@@ -286,7 +286,7 @@ async def test_waiting_for_its_own_processes_does_not_extend_the_wall_limit(
     core.
     """
     source = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
-    limits = JailLimits(wall_s=0.5, cpu_s=60.0, memory_bytes=256 * MIB)
+    limits = JailLimits(wall_s=0.3, cpu_s=60.0, memory_bytes=256 * MIB)
     result = await run_program(tier_launcher, source, limits)
     assert (result.status, "of wall clock time" in result.error) == ("timeout", True)
     assert result.cpu_s <= 2 * limits.wall_s + 1

@@ -199,7 +199,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(script=actions)
 @story_on(run_on_bench)
 async def test_ledger_and_trajectories_never_differ(bench: Bench, script: list[Any]) -> None:
