@@ -36,7 +36,7 @@ from meshrl.common.state.pool.scheduling.decisions import (
     Rationale,
 )
 from meshrl.common.state.pool.store import pool_rows as pool
-from meshrl.common.state.pool.workers.placement import Placement, build_parser
+from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.state.pool.workers.rows import Instance, Role, Tier
 from meshrl.common.state.redis.keys import PLANNER_ELECTION
 from meshrl.services.node.worker import GangWorker
@@ -45,7 +45,7 @@ from meshrl.sim.event_record import EventRecord
 from meshrl.sim.mesh.job.job_setup import build_config, write_job
 from meshrl.sim.virtual_loop import VirtualLoop
 from meshrl.sim.virtual_process import VirtualProcess
-from tests.mesh.simulated.sharing.job_steps import Generation, JobSteps, Shard
+from tests.mesh.simulated.sharing.job_steps import Generation, JobSteps, Shard, parse_placement
 from tests.mesh.simulated.virtual_meshes import BareMesh
 
 FLOATS = {"parameters": 12_500, "gradients": 12_500, "optimizer": 25_000}
@@ -283,7 +283,7 @@ class SharedGang(BareMesh):
         assert not refused, refused
 
     async def _run_role(self, process: VirtualProcess, argv: list[str]) -> None:
-        seat = Placement.from_args(build_parser(None).parse_args(argv))
+        seat = parse_placement(argv)
         kind, name = "engine", f"engine/{seat.instance}"
         if seat.core:
             kind, name = get_process_kind_and_name(seat)

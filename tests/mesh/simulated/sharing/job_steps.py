@@ -10,6 +10,7 @@ from meshrl.common.mesh.runtime.calls.actor import Actor
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.state import groups, jobs, steps
+from meshrl.common.state.pool.workers.placement import Placement, build_parser
 
 T = TypeVar("T")
 GROUP_S = 0.5  # of generation for a group
@@ -89,6 +90,11 @@ class Shard(Actor):
                 done = groups.FinishedGroup(group.group, f"{group.group}", 10, group.version, 3)
                 await repeat(mesh, groups.mark_group_ready, *fence, done, self._name_operation())
             await mesh.clock.sleep(1.0)
+
+
+def parse_placement(argv: list[str]) -> Placement:
+    """Return the placement of a role process from its arguments."""
+    return Placement.from_args(build_parser(None).parse_args(argv))
 
 
 async def repeat(mesh: Mesh, operation: Callable[..., Awaitable[T]], *args: Any) -> T:

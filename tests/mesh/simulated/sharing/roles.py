@@ -26,11 +26,12 @@ from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import jobs
 from meshrl.common.state.pool.workers import process_names
-from meshrl.common.state.pool.workers.placement import Placement, build_parser
+from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.state.pool.workers.rows import TensorKind, Tier
+from meshrl.services.trainer.role_process import get_process_kind_and_name
 from meshrl.sim.virtual_machine import VirtualHost
 from meshrl.sim.virtual_process import VirtualProcess
-from tests.mesh.simulated.sharing.job_steps import JobSteps, Shard, repeat
+from tests.mesh.simulated.sharing.job_steps import JobSteps, Shard, parse_placement, repeat
 
 if TYPE_CHECKING:
     from tests.mesh.simulated.sharing.world import SharedGang
@@ -400,18 +401,15 @@ class VirtualEngine(Role):
 
 
 async def run_trainer(world: SharedGang, process: VirtualProcess, argv: list[str]) -> None:
-    placement = _parse_placement(argv)
-    name, role = f"trainer/{placement.job}", Core if placement.core else FurtherRank
-    if placement.rank:
-        name, role = f"rank/{placement.job}/{placement.rank}", FurtherRank
-    elif not placement.core:
-        name = f"hybrid/{placement.instance}"
-    mesh = world.context.open_mesh(process, name, name.partition("/")[0])
+    placement = parse_placement(argv)
+    role = Core if placement.core and not placement.rank else FurtherRank
+    kind, name = get_process_kind_and_name(placement)
+    mesh = world.context.open_mesh(process, name, kind)
     await _serve(role(world, process, mesh, placement, CORE_BYTES))
 
 
 async def run_engine(world: SharedGang, process: VirtualProcess, argv: list[str]) -> None:
-    placement = _parse_placement(argv)
+    placement = parse_placement(argv)
     mesh = world.context.open_mesh(process, f"engine/{placement.instance}", "engine")
     await _serve(VirtualEngine(world, process, mesh, placement, ENGINE_BYTES))
 
@@ -435,7 +433,3 @@ async def _serve(actor: Any) -> None:
                 await actor.mesh.leave()
         except MeshError:
             pass
-
-
-def _parse_placement(argv: list[str]) -> Placement:
-    return Placement.from_args(build_parser(None).parse_args(argv))
