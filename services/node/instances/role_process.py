@@ -6,7 +6,7 @@ It is started, watched until it is ready, moved to the desired tier, drained and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,7 +120,7 @@ class RoleProcess(SupervisorHooks):
         leases: LeaseWatch,
         on_change: Callable[[], None],
         on_instance_exit: Callable[[str], None] = lambda instance: None,
-        list_awaited: Callable[[], list[str]] = list,
+        list_awaited: Callable[[], dict[str, bool]] = dict,
         others_must_leave: Callable[[], bool] = lambda: False,
         others_begin_slicing: Callable[[], bool] = lambda: False,
         worker_processes: Callable[[], Mapping[int, str]] = dict,
@@ -131,7 +131,7 @@ class RoleProcess(SupervisorHooks):
         Args:
             on_change: Called when the process's state changes.
             on_instance_exit: Called with the instance's id when a process has exited.
-            list_awaited: Names of the processes that can soon leave their accelerator memory.
+            list_awaited: Names of the processes that can soon leave; True for those that leave now.
             others_must_leave: True until all processes that are desired elsewhere have left.
             others_begin_slicing: True while another process ends a piece without a time slice.
             worker_processes: Names of the worker's processes, by pid.
@@ -162,7 +162,9 @@ class RoleProcess(SupervisorHooks):
         self._estimate: SliceBytes | None = None  # of its accelerator bytes; None: not yet
         self._retry_at = 0.0  # when a rejected or failed move is retried
         # the report on record
-        self._reported_rejection: tuple[InstancePhase, type[MeshError], Sequence[str]] | None = None
+        self._reported_rejection: tuple[InstancePhase, type[MeshError], Collection[str]] | None = (
+            None
+        )
         self._is_down = False  # it has failed: only a poll starts it again
         self._succeeded = False  # its last exit was without an error
         self._failing_since: float | None = None  # since when errors keep it from its tier
@@ -254,7 +256,7 @@ class RoleProcess(SupervisorHooks):
             others = self._list_awaited()
             phase = InstancePhase.STARTING if others else InstancePhase.FAILED
             self._report_rejection(phase, error, others)
-            if not others:
+            if not any(others.values()):  # a start lasts
                 self._retry_at = self._now() + MEMORY_RETRY_S
             elif isinstance(error, GpuMemoryFull):  # asking the driver takes longer than a sum
                 self._retry_at = self._now() + SET_TIER_RETRY_S
@@ -464,7 +466,7 @@ class RoleProcess(SupervisorHooks):
         elif is_over_budget and target[0] == Tier.ACCELERATOR and (awaited := self._list_awaited()):
             phase = InstancePhase.STARTING if self._reached is None else InstancePhase.MOVING
             self._report_rejection(phase, error, awaited)
-            self._retry_at = now + SET_TIER_RETRY_S
+            self._retry_at = now + (SET_TIER_RETRY_S if any(awaited.values()) else MEMORY_RETRY_S)
             return
         retry_s = SET_TIER_RETRY_S  # busy, starting, or a later desired state is on record
         if isinstance(error, StorageFull):
@@ -496,7 +498,7 @@ class RoleProcess(SupervisorHooks):
         self._startup.restart_timer()
 
     def _report_rejection(
-        self, phase: InstancePhase, error: MeshError, awaited: Sequence[str] = ()
+        self, phase: InstancePhase, error: MeshError, awaited: Collection[str] = ()
     ) -> None:
         """Report a rejection with the `awaited` processes, unless only its numbers have changed."""
         if self._reported_rejection != (phase, type(error), awaited):

@@ -154,10 +154,11 @@ class ProcessSlot:
     def _others_are_leaving(self) -> bool:
         return any(other.is_leaving for other in self._owner.slots if other is not self)
 
-    def _list_awaited(self) -> list[str]:
-        """Return the names of the other processes that can soon leave their accelerator memory."""
+    def _list_awaited(self) -> dict[str, bool]:
+        """Return the other processes that can soon leave the accelerator; True: they leave now."""
         others = ((one, one.process) for one in self._owner.slots if one is not self)
-        return [one.name for one, p in others if one.is_leaving or (p is not None and p.will_slice)]
+        known = {one.name: (one.is_leaving, p is not None and p.will_slice) for one, p in others}
+        return {name: is_leaving for name, (is_leaving, _) in known.items() if any(known[name])}
 
     def _others_must_leave(self) -> bool:
         return any(other.must_leave for other in self._owner.slots if other is not self)
