@@ -82,7 +82,8 @@ async def test_no_trajectory_is_lost_with_a_stopped_leader(
         )
     await clock.sleep(whole_s - clock.monotonic())
     assert (await leader.read_leader(state, "planner"))[0] != owner
-    assert (await jobs.read_job(state, JOB_NAME)).version > before.version > 3
+    least = 3 if whole_s < HOUR_S else 100  # steps of half the time
+    assert (await jobs.read_job(state, JOB_NAME)).version > before.version > least
     assert all(gang.is_reconciled for gang in await pool.read_gangs(state))
     counted, _ = await check_account(state)
     assert counted["typed_drops"] == 0 and counted["trained"] > 0

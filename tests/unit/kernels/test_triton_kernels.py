@@ -72,7 +72,7 @@ for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
 """
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     ("script", "settings"),
     [

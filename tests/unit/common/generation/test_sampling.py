@@ -312,7 +312,7 @@ def test_backends_sample_the_same_tokens_from_adjusted_logits() -> None:
     native, graphs = (
         Listener(built_in(path, slots=len(requests))).run(*requests) for path in BUILT_IN
     )
+    same = [native[one.id].tokens == graphs[one.id].tokens for one in requests]
+    assert sum(same) >= len(same) * 11 // 12  # a draw may fall between two roundings
     for i, adjustments in enumerate(ADJUSTMENTS):
-        ids = range(count * i, count * (i + 1))
-        same = [native[id].tokens == graphs[id].tokens for id in ids]
-        assert sum(same) >= count - 1, adjustments  # a draw may fall between two roundings
+        assert sum(same[count * i : count * (i + 1)]) >= count - 1, adjustments
