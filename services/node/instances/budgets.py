@@ -83,6 +83,11 @@ class Budgets:
         }
         return used | {name: limit_bytes for name, limit_bytes in budgets.items() if limit_bytes}
 
+    def has_room(self, name: str, size_bytes: int) -> bool:
+        """Return True if the accelerator has so many bytes beside what other processes use."""
+        limit, used = self.limits.accelerator, self.sum_used_bytes(Tier.ACCELERATOR, excluding=name)
+        return not limit or used + size_bytes <= limit
+
     def check_start(self, name: str) -> None:
         """Raise OverBudget when other processes use all of the accelerator.
 

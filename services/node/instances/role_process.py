@@ -306,17 +306,20 @@ class RoleProcess(SupervisorHooks):
         `AcceleratorRoom.reserve`.
         """
         instance, context = self.desired.instance, self._context
-        is_shared = self.is_time_sliced and instance.tier == Tier.ACCELERATOR
-        if not is_shared or not context.room.is_limited:
+        if instance.tier != Tier.ACCELERATOR or not context.room.is_limited:
             return ""
-        if self._others_begin_slicing():
+        if not self.is_time_sliced and not self._others_must_leave():
+            return ""
+        if self.is_time_sliced and self._others_begin_slicing():
             return WAITING_FOR_SLICES
         peak_bytes = context.budgets.get_peak_accelerator_bytes(self.name)
         if self._estimate is None:
             self._estimate = await context.gpu_memory.estimate_bytes(instance)
         context_bytes = context.gpu_memory.context_bytes
-        needs = (max(1, size - context_bytes, peak_bytes) for size in self._estimate)
-        is_reserved = context.room.reserve(self.desired, SliceBytes(*needs))
+        needs = SliceBytes(*(max(1, size - context_bytes, peak_bytes) for size in self._estimate))
+        if not self.is_time_sliced:  # it starts beside those that leave only if it fits
+            return "" if context.budgets.has_room(self.name, needs.total) else WAITING_FOR_ROOM
+        is_reserved = context.room.reserve(self.desired, needs)
         return "" if is_reserved else WAITING_FOR_ROOM
 
     async def _check_gpu_memory(self) -> None:

@@ -28,6 +28,7 @@ from meshrl.services.node.instances.role_process import (
     RESTART_AFTER_SUCCESS_S,
     SET_TIER_ERROR_TOLERANCE_S,
     TRY_AGAIN_S,
+    WAITING_FOR_ROOM,
     WAITING_FOR_SLICES,
 )
 from meshrl.services.node.instances.startup import NO_PROGRESS_TIMEOUT_S
@@ -190,8 +191,27 @@ async def test_arriving_instance_waits_for_a_leaving_one_without_failing(world: 
     await world.until(ENGINE, InstancePhase.READY, 30.0)
     world.set_desired_state(HYBRID)
     await world.clock.sleep(DRAINS_S / 2)
-    assert "other instances use 1000" in world.detail(HYBRID)
+    assert world.detail(HYBRID) == WAITING_FOR_ROOM
     assert InstancePhase.FAILED not in await world.until(HYBRID, InstancePhase.READY, 30.0)
+
+
+@story_on(in_world, "tmp_path")
+async def test_arriving_instance_starts_beside_a_leaving_one_only_if_it_fits(world: World) -> None:
+    budgets = world.instances.context.budgets
+    for limit_bytes, waits in (BYTES + BYTES // 2, True), (2 * BYTES, False):
+        budgets.limits = TierBytes(accelerator=limit_bytes)
+        for usage in TierBytes(accelerator=BYTES), TierBytes():  # of an earlier process
+            budgets.record_usage("hybrid/g0.1", usage)
+        world.set_desired_state(ENGINE)
+        await world.until(ENGINE, InstancePhase.READY, 30.0)
+        world.starts.clear()
+        world.set_desired_state(HYBRID)
+        await world.clock.sleep(DRAINS_S / 2)
+        assert world.starts == ([] if waits else [("hybrid/g0.1", False)])
+        assert world.detail(HYBRID) == (WAITING_FOR_ROOM if waits else "")
+        await world.until(HYBRID, InstancePhase.READY, 30.0)
+        world.set_desired_state()
+        await world.clock.sleep(30.0)
 
 
 @story_on(in_world, "tmp_path")
