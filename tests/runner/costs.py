@@ -77,23 +77,20 @@ class Costs:
         return max(0.0, 1.0 - self.total_s / host_s) if host_s else 0.0
 
     @property
-    def inflation(self) -> str:
-        """Return why costs are those of a busy host, for which no limit is held; empty if not."""
-        if self.others_share > OTHERS_SHARE:
-            return f"others used {self.others_share:.0%} of the CPU time"
+    def inflation(self) -> float:
+        """Factor by which limits rise: above 1 where the host takes memory away."""
         touch_ns = statistics.median(self._touches_ns) if self._touches_ns else 0.0
-        if touch_ns > load.COLD_PAGE_LIMIT_NS:
-            return f"the host takes memory away: it took {touch_ns:.0f} ns to touch a page again"
-        return ""
+        return load.COLD_PAGE_FACTOR if touch_ns > load.COLD_PAGE_LIMIT_NS else 1.0
 
     def problems(self) -> Iterable[str]:
-        """Yield the tests over their limit; nothing on a busy host, which inflates costs."""
-        if self.inflation:
+        """Yield the tests over their limit; nothing beside busy neighbours that inflate costs."""
+        if self.others_share > OTHERS_SHARE:
             return
+        limit_s = self.inflation * LIMIT_S
         for nodeid, (cpu_s, _) in self.tests.items():
-            if cpu_s / self.slowness > LIMIT_S and not self.config.stash[Tiers.KEY].is_deep(nodeid):
-                yield f"{nodeid} costs {cpu_s / self.slowness:.1f} CPU-s; the limit is {LIMIT_S:g}"
-        budget_s = read_budget(self.config.rootpath)
+            if cpu_s / self.slowness > limit_s and not self.config.stash[Tiers.KEY].is_deep(nodeid):
+                yield f"{nodeid} costs {cpu_s / self.slowness:.1f} CPU-s; the limit is {limit_s:g}"
+        budget_s = self.inflation * read_budget(self.config.rootpath)
         if self.daily_s / self.worst_slowness > budget_s:
             yield (
                 f"the daily tests cost at least {self.daily_s / self.worst_slowness:.0f} CPU-s; "
@@ -124,8 +121,15 @@ class Costs:
                 break
             if not self.config.stash[Tiers.KEY].is_deep(nodeid):
                 terminalreporter.write_line(f"{cpu_s / self.slowness:5.1f} CPU-s: {nodeid}")
-        if self.inflation:
-            terminalreporter.write_line(f"no limit is held: {self.inflation}")
+        if self.others_share > OTHERS_SHARE:
+            share = f"{self.others_share:.0%}"
+            terminalreporter.write_line(f"no limit is held: others used {share} of the CPU time")
+        if self.inflation > 1.0:
+            touch_ns = statistics.median(self._touches_ns)
+            terminalreporter.write_line(
+                f"limits are {self.inflation:g} times higher: the host takes memory away, and it "
+                f"took {touch_ns:.0f} ns to touch a page again"
+            )
         if self.config.option.hold_budget:
             for problem in self.problems():
                 terminalreporter.write_line(f"too dear: {problem}", red=True)
