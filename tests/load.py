@@ -16,8 +16,8 @@ REFERENCE_S = 0.0055  # CPU time of the loops on a quiet core of an AMD EPYC (Ze
 LIMIT = 40.0  # beyond this factor, a hang would take hours to detect
 PAGE_BYTES, SAMPLED_PAGES = 4096, 256
 # Nanoseconds to touch a page that was not touched for seconds. A guest whose host takes its memory
-# away needs 1,000 to 90,000. Programs then cost more, which no loop in a cache shows: the same tests
-# once took 786 CPU seconds, and once 1,091. No machine that surely keeps its memory was measured.
+# away needs 1,000 to 90,000. Programs then cost more, which no loop in a cache shows: the same
+# tests once took 786 CPU seconds, and once 1,091. No host that keeps its memory was measured.
 COLD_PAGE_LIMIT_NS = 1000.0
 COLD_PAGE_FACTOR = 1.5  # by which limits of costs rise on such a host
 FACTOR_ENV = "MESHRL_TEST_FACTOR"  # the least factor, if set explicitly
