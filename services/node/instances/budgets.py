@@ -83,10 +83,17 @@ class Budgets:
         }
         return used | {name: limit_bytes for name, limit_bytes in budgets.items() if limit_bytes}
 
-    def has_room(self, name: str, size_bytes: int) -> bool:
-        """Return True if the accelerator has so many bytes beside what other processes use."""
-        limit, used = self.limits.accelerator, self.sum_used_bytes(Tier.ACCELERATOR, excluding=name)
-        return not limit or used + size_bytes <= limit
+    def check_room(self, name: str, tier: Tier, size_bytes: int) -> None:
+        """Raise OverBudget unless a tier has so many bytes beside what other processes use."""
+        field = BUDGET_FIELDS[tier]
+        limit, used = int(getattr(self.limits, field)), self.sum_used_bytes(tier, excluding=name)
+        if limit and used + size_bytes > limit:
+            raise OverBudget(
+                f"{name} needs {size_bytes} bytes of {tier}, and other instances use {used} "
+                f"of {limit}",
+                where=f"--{field}-bytes",
+                fix="Move another instance away, or give the worker a larger budget",
+            )
 
     def check_start(self, name: str) -> None:
         """Raise OverBudget when other processes use all of the accelerator.
@@ -113,7 +120,7 @@ class Budgets:
         # On the accelerator a move takes the peak (an engine's weights are not offloaded below
         # it), or what is reserved for a process that has not reported yet; elsewhere it takes what
         # is on the accelerator now, or has come from there.
-        usage, field = self.get_usage(name), BUDGET_FIELDS[tier]
+        usage = self.get_usage(name)
         copied_bytes = max(usage.memory, usage.disk)
         offloaded_bytes = usage.accelerator or copied_bytes
         if name in self._movable:  # some kinds are on the accelerator, others are not
@@ -124,15 +131,7 @@ class Budgets:
             size_bytes = max(reserved_bytes, self.get_peak_accelerator_bytes(name))
         else:
             size_bytes = offloaded_bytes
-        limit = int(getattr(self.limits, field))
-        used = self.sum_used_bytes(tier, excluding=name)
-        if limit and used + size_bytes > limit:
-            raise OverBudget(
-                f"{name} needs {size_bytes} bytes of {tier}, and other instances use {used} "
-                f"of {limit}",
-                where=f"--{field}-bytes",
-                fix="Move another instance away, or give the worker a larger budget",
-            )
+        self.check_room(name, tier, size_bytes)
         self._check_host(name, tier, size_bytes)
         self._claims[name] = (tier, size_bytes)
 

@@ -318,7 +318,13 @@ class RoleProcess(SupervisorHooks):
         context_bytes = context.gpu_memory.context_bytes
         needs = SliceBytes(*(max(1, size - context_bytes, peak_bytes) for size in self._estimate))
         if not self.is_time_sliced:  # it starts beside those that leave only if it fits
-            return "" if context.budgets.has_room(self.name, needs.total) else WAITING_FOR_ROOM
+            try:
+                context.budgets.check_room(self.name, Tier.ACCELERATOR, needs.total)
+            except OverBudget:
+                if any(self._list_awaited().values()):
+                    return WAITING_FOR_ROOM
+                raise  # another one cannot leave
+            return ""
         is_reserved = context.room.reserve(self.desired, needs)
         return "" if is_reserved else WAITING_FOR_ROOM
 
