@@ -80,7 +80,6 @@ HARDWARE = {
     "verifiers",
 }
 
-sys.dont_write_bytecode = False
 # Durations of examples depend on the machine; tests have limits of their own. Examples are
 # the same in every run, so that results do not depend on chance and failures repeat.
 settings.register_profile(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from meshrl.common.base.digest import compute_file_digest, ignore_byte_count
@@ -170,23 +171,29 @@ def quarantine_checkpoint(path: Path) -> Path | None:
 def install_checkpoint(
     scratch: Path,
     directory: Path,
-    digests: Mapping[str, str],
+    expected: Mapping[str, str] = MappingProxyType({}),
     on_progress: Callable[[int], None] = ignore_byte_count,
-) -> None:
+) -> dict[str, str]:
     """Make `scratch` a checkpoint's directory, completely or not at all even on power failure.
 
     An existing directory stays if its content is the same.
 
     Args:
-        digests: Digests of the files in `scratch` by path.
         on_progress: Called with byte counts as files are read.
+    Returns:
+        Digests of the files by path.
+    Raises:
+        CorruptData: A file does not have its `expected` digest.
     """
+    digests = compute_file_digests(scratch, on_progress)
+    check_digests(scratch, digests, expected)
     if directory.exists() and compute_file_digests(directory, on_progress) != digests:
         corruption.quarantine(directory, directory.parent.parent)
     if not directory.exists():
         fsync_tree(scratch)
         scratch.rename(directory)
     fsync_path(directory.parent)
+    return digests
 
 
 def check_digests(scratch: Path, actual: Mapping[str, str], expected: Mapping[str, str]) -> None:

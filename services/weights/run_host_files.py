@@ -140,8 +140,7 @@ def assemble_checkpoint(
     )
     try:
         chunks.assemble(files, scratch, on_progress)
-        digests = compute_file_digests(scratch, on_progress)
-        install_checkpoint(scratch, directory, digests, on_progress)
+        install_checkpoint(scratch, directory, on_progress=on_progress)
     except NotFound as error:
         raise Refused(error.message, where=error.where, fix="Put the files first") from error
     finally:

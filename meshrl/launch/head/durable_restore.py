@@ -139,7 +139,7 @@ def _fetch_checkpoint(copy: DurableCopy, job: str, directory: Path) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
             continue
         scratch.mkdir(exist_ok=True)
-        install_checkpoint(scratch, directory / name, manifest["files"])
+        install_checkpoint(scratch, directory / name)
         (directory / f"{name}.json").write_bytes(encode_sealed(manifest))
         return
 

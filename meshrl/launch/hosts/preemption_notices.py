@@ -7,6 +7,7 @@ again. Formats: EC2's `spot/instance-action`, Compute Engine's `instance/preempt
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -47,7 +48,7 @@ def parse_notice_source(text: str) -> ReadNotice:
     A cloud may have another address of its metadata server: `ec2=http://127.0.0.1:8080`. Raises
     ConfigError for another text.
     """
-    if path := text.removeprefix("file:") if text.startswith("file:") else "":
+    if text.startswith("file:") and (path := text.removeprefix("file:")):
         return lambda client: _read_file(Path(path))
     cloud, _, url = text.partition("=")
     if cloud == "ec2":
@@ -65,15 +66,19 @@ def parse_notice_source(text: str) -> ReadNotice:
 
 async def _read_file(path: Path) -> Reading:
     """Return the notice of a file; it may contain the time of the end, as in RFC 3339."""
-    try:
-        with path.open() as file:
-            text = file.read(MAX_FILE_BYTES).strip()
+    try:  # on a thread, because a network file system may hang
+        text = await asyncio.to_thread(_read_start, path)
     except FileNotFoundError:
         return None
     try:
         return PreemptionNotice(f"the file {path}", _parse_time(text))
     except ValueError:  # the file itself is the notice
         return PreemptionNotice(f"the file {path}")
+
+
+def _read_start(path: Path) -> str:
+    with path.open() as file:
+        return file.read(MAX_FILE_BYTES).strip()
 
 
 async def _read_ec2(client: httpx.AsyncClient, url: str) -> Reading:

@@ -88,20 +88,20 @@ class JobUsage:
         self.update_slices(mesh, job)
         measured: dict[str, float] = {}
         prices = mesh.prices
-        by_turns = {
+        prices_by_instance = {
             r.id: [prices.get(g.workers[rank], 0.0) for rank in r.ranks]
             for g, r in mesh.find_instances(job)
             if r.time_sliced
         }
         for entry in mesh.entries:
             resident = str(entry.stats.get("instance", ""))
-            if entry.alive and resident in by_turns and "turn_held_s" in entry.stats:
+            if entry.alive and resident in prices_by_instance and "turn_held_s" in entry.stats:
                 measured[resident] = float(entry.stats["turn_held_s"])
                 before = self._turns.get(entry.incarnation, 0.0 if self._has else None)
                 if before is not None:
                     more = max(0.0, measured[resident] - before)
-                    self.accelerator_s += len(by_turns[resident]) * more
-                    self.cost += sum(by_turns[resident]) * more / HOUR_S
+                    self.accelerator_s += len(prices_by_instance[resident]) * more
+                    self.cost += sum(prices_by_instance[resident]) * more / HOUR_S
                 self._turns[entry.incarnation] = measured[resident]
         if self._has is not None:
             before_s, previous_count, previous_price = self._has

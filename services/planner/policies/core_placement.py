@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import product
 
 from meshrl.common.hardware.accelerators import load_accelerators, match_kind
@@ -61,7 +60,6 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
     """Choose the workers of a new core, in rank order; none while they are not available."""
     ranks = job.requirements.ranks
     own = draft.get_instances(job.id)
-    find_free_worker = partial(draft.find_free_worker, rank=lambda w: rank_for_core(draft, w))
     if ranks > 1:
         candidates = [w for w in draft.placeable_workers if draft.get_place(w) == core_place]
         split_workers = [
@@ -77,12 +75,12 @@ def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> 
         ]
         candidates = [
             *own_workers,
-            *filter(None, [find_free_worker(lambda w: _can_host_core(draft, job, w))]),
+            *filter(None, [draft.find_free_worker(lambda w: _can_host_core(draft, job, w))]),
         ]
         # where an engine, or a core of several ranks, reserves the workers of a place
         needs = draft.requirements_by_job.values()
         if any(need.smallest_engine > 1 or need.ranks > 1 for need in needs):
-            at_home = find_free_worker(
+            at_home = draft.find_free_worker(
                 lambda w: draft.get_place(w) == core_place and _can_host_core(draft, job, w)
             )
             own_at_home = [

@@ -9,6 +9,8 @@ from meshrl.common.state.pool.demand.requirements import MarketLimits, PlannedJo
 from meshrl.common.state.pool.workers.rows import MARKETS
 from meshrl.services.planner.pool.draft import PoolDraft
 
+ENGINE_MARKETS = MARKETS[::-1]  # engines leave workers that stay to cores
+
 
 def explain_not_taken(draft: PoolDraft, job: PlannedJob, workers: Collection[str]) -> str:
     """Return why a job does not take workers beside those that it has; empty if it takes them."""

@@ -17,7 +17,7 @@ from meshrl.common.state.pool.scheduling.decisions import (
 )
 from meshrl.common.state.pool.scheduling.snapshot import Move, PoolSnapshot
 from meshrl.common.state.pool.store.documents import id_sort_key
-from meshrl.common.state.pool.workers.rows import Gang, Instance, Role, WorkerRow
+from meshrl.common.state.pool.workers.rows import MARKETS, Gang, Instance, Role, WorkerRow
 from meshrl.services.planner.pool.job_instances import InstancePlacement, JobInstances
 
 
@@ -28,6 +28,7 @@ class PoolDraft:
         self.snapshot = snapshot
         self.decisions: list[Decision] = []
         self.workers = {worker.id: worker for worker in snapshot.workers}
+        self._present_markets = {worker.market for worker in snapshot.workers}
         self.requirements_by_job = {job.id: job.requirements for job in snapshot.jobs}
         self.gangs = {gang.id: gang for gang in snapshot.gangs}
         self.usable_workers = {worker.id for worker in usable}
@@ -67,14 +68,20 @@ class PoolDraft:
         return self._job_instances[job]
 
     def find_free_worker(
-        self, fits: Callable[[str], bool], rank: Callable[[str], int] = lambda _: 0
+        self, fits: Callable[[str], bool], markets: Sequence[str] = MARKETS
     ) -> str:
         """Return a fitting worker without an awake instance; empty if there is none.
 
-        Prefer one without a sleeping instance, then one of the lowest rank.
+        Prefer one without a sleeping instance, then one of the first of `markets`.
         """
-        fitting = (worker for _, worker in self._free_workers if fits(worker))
-        return min(fitting, key=lambda w: (bool(self.placements_by_worker[w]), rank(w)), default="")
+        sleepers = ""
+        for market in markets:
+            for _, worker in self._free_workers if market in self._present_markets else ():
+                if self.workers[worker].market == market and fits(worker):
+                    if not self.placements_by_worker[worker]:
+                        return worker
+                    sleepers = sleepers or worker
+        return sleepers
 
     @property
     def idle_workers(self) -> list[str]:

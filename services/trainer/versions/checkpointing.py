@@ -31,7 +31,6 @@ from meshrl.common.records.checkpoints import (
     MANIFEST_FILE,
     STATE_FOLDER,
     check_digests,
-    compute_file_digests,
     find_newest_due_version,
     format_checkpoint_name,
     install_checkpoint,
@@ -158,12 +157,11 @@ class CheckpointWriter:
             self._enter_phase("writing", request.step)
             await self._write_stored(request, scratch, directory)
             try:
-                files = await self._hash_files(name, scratch, written)
                 try:
-                    await self._install(request, name, scratch, files)
+                    await self._install(request, name, scratch, written)
                 except NotFound:
                     # An earlier one with the same files stayed, and was quarantined just now.
-                    await self._install(request, name, scratch, files)
+                    await self._install(request, name, scratch, written)
             except CorruptData as error:
                 about = "checkpoint", Path(error.where), error.message, ABANDONED_ACTION
                 fields = corruption.make_event_fields(*about, job=self._data.id)
@@ -178,19 +176,21 @@ class CheckpointWriter:
         self.on_written(request.step, self._mesh.clock.monotonic() - began)
 
     async def _install(
-        self, request: Checkpoint, name: str, scratch: Path, files: dict[str, str]
+        self, request: Checkpoint, name: str, scratch: Path, written: dict[str, str]
     ) -> None:
         """Make `scratch` the checkpoint's directory on the run host, and write its manifest.
 
-        Raises NotFound if a sweep quarantined the directory during this call.
+        Raises:
+            CorruptData: A file is not what was `written`.
+            NotFound: A sweep quarantined the directory during this call.
         """
         if self._data.is_on_run_host:
             directory = self._data.run_dir / "checkpoints" / name
-            await self._mesh.host.run_blocking(
-                install_checkpoint, scratch, directory, files, deadline_s=SAVE_TIMEOUT_S
+            files = await self._mesh.host.run_blocking(
+                install_checkpoint, scratch, directory, written, deadline_s=SAVE_TIMEOUT_S
             )
         else:
-            await assemble_checkpoint(self._mesh, CheckpointAssembly(self._data.id, name, files))
+            files = await self._upload_files(name, scratch, written)
         store, checkpoint = self._mesh.ref(STORE_NAME), replace(request, files=files)
         await retry(self._mesh.clock, lambda: store.call(Weights.save_checkpoint, checkpoint))
 
@@ -237,20 +237,15 @@ class CheckpointWriter:
         finally:
             await run(writer.close, deadline_s=SAVE_TIMEOUT_S)
 
-    async def _hash_files(
+    async def _upload_files(
         self, name: str, scratch: Path, written: dict[str, str]
     ) -> dict[str, str]:
-        """Return the digests of the files in `scratch`; put them into the store of another host.
-
-        Raises CorruptData if a file is not what was `written`.
-        """
-        mesh, run = self._mesh, self._mesh.host.run_blocking
-        if self._data.is_on_run_host:
-            files = await run(compute_file_digests, scratch, deadline_s=SAVE_TIMEOUT_S)
-        else:
-            files = {}
-            for path in await run(list_files, scratch, deadline_s=SAVE_TIMEOUT_S):
-                description = f"{path} of checkpoint {name}"
-                files[path] = await put_file(mesh, self._bulk, scratch / path, description)
+        """Have the store create the checkpoint from the files in `scratch`; CorruptData."""
+        mesh, files = self._mesh, {}
+        paths = await mesh.host.run_blocking(list_files, scratch, deadline_s=SAVE_TIMEOUT_S)
+        for path in paths:
+            description = f"{path} of checkpoint {name}"
+            files[path] = await put_file(mesh, self._bulk, scratch / path, description)
         check_digests(scratch, files, written)
+        await assemble_checkpoint(mesh, CheckpointAssembly(self._data.id, name, files))
         return files

@@ -171,13 +171,11 @@ def count_affordable_workers(
     """Return the largest number of these workers within the job's limits of markets and cost."""
     limits, counts, cost = requirements.markets, Counter[str](), 0.0
     for worker in sorted(workers, key=settings.get_price):
-        cost += settings.get_price(worker)
-        if limits.max_cost_per_hour and cost > limits.max_cost_per_hour:
-            break
         if counts[worker.market] < limits.get_most(worker.market):
+            cost += settings.get_price(worker)
+            if 0 < limits.max_cost_per_hour < cost:
+                break
             counts[worker.market] += 1
-        else:
-            cost -= settings.get_price(worker)
     return counts.total()
 
 
