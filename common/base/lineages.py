@@ -12,12 +12,19 @@ from numpy.typing import NDArray
 SINGLE_LINEAGE = -1  # `foreign_above` of tokens from one lineage
 
 
-def clamp_versions(versions: NDArray[np.int32], foreign_above: int) -> NDArray[np.int32]:
-    """Return the versions, int32 [n], for tokens' staleness.
+def compute_ages(
+    versions: NDArray[np.int32], foreign_above: int, trained_version: int
+) -> NDArray[np.int32]:
+    """Return by how many versions tokens are older than the trained version, int32 [n].
 
-    Tokens of an abandoned lineage count as old as the version at which it ended.
+    Tokens of an abandoned lineage count as old as the version at which it ended, and at least as
+    one version old: no later step has the weights that sampled them.
     """
-    return versions if foreign_above == SINGLE_LINEAGE else np.minimum(versions, foreign_above)
+    ages = trained_version - versions
+    if foreign_above == SINGLE_LINEAGE:
+        return ages
+    foreign_age = np.int32(max(trained_version - foreign_above, 1))
+    return np.where(versions > foreign_above, foreign_age, ages)
 
 
 def is_foreign(version: int, foreign_above: int) -> bool:

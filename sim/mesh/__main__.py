@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from meshrl.sim.mesh.faults.fault_schedule import FAULT_KINDS
+from meshrl.sim.mesh.job.job_setup import MAX_STALENESS
 from meshrl.sim.mesh.seed_runner import MeshOutcome, MeshPlan, run_plan
 
 
@@ -38,6 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     found.add_argument("--shards", type=int, default=1)
     found.add_argument("--mesh-jobs", type=int, default=1, help="jobs of the mesh")
     found.add_argument("--ranks", type=int, default=1)
+    found.add_argument(
+        "--staleness", type=int, default=MAX_STALENESS, help="`max_staleness` of each job"
+    )
     found.add_argument("--log", type=Path, help="file for the log of all events")
     return found
 
@@ -45,7 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_plan(args: argparse.Namespace) -> MeshPlan:
     shape = args.workers, args.shards, args.ranks
     return MeshPlan(
-        args.seed, args.faults, args.hours, *shape, args.pace, args.budget, args.mesh_jobs
+        *(args.seed, args.faults, args.hours, *shape, args.pace, args.budget, args.mesh_jobs),
+        staleness=args.staleness,
     )
 
 

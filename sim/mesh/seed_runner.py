@@ -25,7 +25,7 @@ from meshrl.sim.event_record import EventRecord
 from meshrl.sim.mesh.faults import invariants
 from meshrl.sim.mesh.faults.fault_schedule import FaultSchedule, parse_kinds
 from meshrl.sim.mesh.faults.state_observer import StateObserver
-from meshrl.sim.mesh.job.job_setup import build_config
+from meshrl.sim.mesh.job.job_setup import MAX_STALENESS, build_config
 from meshrl.sim.mesh.runtime.virtual_mesh import VirtualMesh, VirtualMeshSize
 from meshrl.sim.virtual_loop import VirtualLoop
 from meshrl.sim.virtual_process import ProcessExit
@@ -52,6 +52,7 @@ class MeshPlan:
     pace: float = 1.0  # factor of the times between two faults
     budget: int = 0  # steps of each job; 0: derived from the time of faults
     jobs: int = 1  # on the mesh
+    staleness: int = MAX_STALENESS  # `max_staleness` of each job; 0: strictly on-policy
 
     @property
     def steps(self) -> int:
@@ -59,7 +60,8 @@ class MeshPlan:
 
     @property
     def size(self) -> VirtualMeshSize:
-        return VirtualMeshSize(self.workers, self.shards, self.ranks, self.steps, self.jobs)
+        shape = self.workers, self.shards, self.ranks, self.steps, self.jobs
+        return VirtualMeshSize(*shape, max_staleness=self.staleness)
 
     @property
     def replay_command(self) -> str:
@@ -67,7 +69,7 @@ class MeshPlan:
         words = ["python -m meshrl.sim.mesh", f"--seed {self.seed}", f"--faults {self.faults}"]
         words.append(f"--hours {self.hours:g} --pace {self.pace:g} --budget {self.budget}")
         words += [f"--{name} {getattr(self, name)}" for name in ("workers", "shards", "ranks")]
-        words.append(f"--mesh-jobs {self.jobs}")
+        words.append(f"--mesh-jobs {self.jobs} --staleness {self.staleness}")
         return " ".join(words)
 
 
@@ -210,9 +212,7 @@ async def _run_scenario(
         facts.start_error = world.start_error
         facts.replaced_files = {d.path for d in facts.corruptions if d.is_replaced(root)}
     config = build_config(plan.workers, plan.shards, plan.ranks, plan.steps)
-    terms = invariants.InvariantLimits(
-        plan.steps, config.algorithm.max_staleness, config.training.keep_checkpoints
-    )
+    terms = invariants.InvariantLimits(plan.steps, plan.staleness, config.training.keep_checkpoints)
     several = len(found) > 1
     outcome.violations = [
         f"{facts.name}: {details}" if several else details

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.errors import BadMessage, ConfigError
-from meshrl.common.base.lineages import clamp_versions
+from meshrl.common.base.lineages import compute_ages
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.prompt_order import PromptMix
 from meshrl.services.trainer.algorithms import get_algorithm, has_refill
@@ -90,10 +90,9 @@ class StepBatch:
         learned = zip(members, left_out, strict=True)
         trained = [sequence for sequence, out in learned if sequence.loss_token_count and not out]
         for sequence in trained:
-            versions = clamp_versions(
-                sequence.versions[sequence.loss_mask], sequence.abandoned_above
-            )
-            self.token_staleness += Counter((self.version - versions).tolist())
+            versions = sequence.versions[sequence.loss_mask]
+            ages = compute_ages(versions, sequence.abandoned_above, self.version)
+            self.token_staleness += Counter(ages.tolist())
         self.sequences += trained
         return trained
 
@@ -235,8 +234,8 @@ def select_scored_rewards(group: TrajectoryGroup) -> NDArray[np.float64]:
 
 def compute_staleness(group: TrajectoryGroup, version: int) -> int:
     """Return the number of versions that the oldest sampled token is behind `version`."""
-    sampled = clamp_versions(group.sampled_versions, group.abandoned_above)
-    return version - int(sampled.min()) if len(sampled) else 0
+    ages = compute_ages(group.sampled_versions, group.abandoned_above, version)
+    return int(ages.max()) if len(ages) else 0
 
 
 def build_sequences(group: TrajectoryGroup) -> list[TrainingSequence]:

@@ -172,7 +172,10 @@ def check_steps_contiguous(final_state: FinalState, limits: InvariantLimits) -> 
 
 
 def check_staleness(final_state: FinalState, limits: InvariantLimits) -> Violations:
-    """Check that no trained token is staler than the limit."""
+    """Check that no trained token is staler than the limit, or of a later version.
+
+    With a limit of 0, the weights that a step trains have sampled all of its tokens.
+    """
     for kind, fields in final_state.events:
         if kind != "step":
             continue
@@ -187,12 +190,17 @@ def check_staleness(final_state: FinalState, limits: InvariantLimits) -> Violati
                     f"step {fields['step']} trained on group {row['group']}, which was not observed"
                 )
                 continue
-            oldest = observed.oldest_version
-            if observed.abandoned_above >= 0:
+            if row["filtered"] or observed.oldest_version < 0:
+                continue
+            version, oldest = fields["step"] - 1, observed.oldest_version
+            is_foreign = 0 <= observed.abandoned_above < observed.newest_version
+            if is_foreign:  # some tokens are of an abandoned lineage: never of these weights
                 oldest = min(oldest, observed.abandoned_above)
-            age = fields["step"] - 1 - oldest
-            if not row["filtered"] and observed.oldest_version >= 0 and age > limits.max_staleness:
+            age = max(version - oldest, int(is_foreign))
+            if age > limits.max_staleness:
                 yield f"step {fields['step']} trained on group {row['group']}, {age} versions old"
+            if observed.newest_version > version and not is_foreign:
+                yield f"step {fields['step']} trained on group {row['group']} of a later version"
 
 
 def check_group_indexes(final_state: FinalState, limits: InvariantLimits) -> Violations:

@@ -27,6 +27,7 @@ class ObservedGroup:
     """Group in the store at the commit of a step that trains on it."""
 
     oldest_version: int  # lowest version of a trained token; -1: none
+    newest_version: int
     abandoned_above: int  # see meshrl.common.base.lineages
 
 
@@ -124,8 +125,8 @@ class StateObserver:
         if compute_digest(content) != digest:
             return None
         versions = unpack(TrajectoryGroup, content).sampled_versions
-        oldest = int(versions.min()) if len(versions) else -1
-        return ObservedGroup(oldest, int(row.get("abandoned_above", -1)))
+        oldest, newest = (int(versions.min()), int(versions.max())) if len(versions) else (-1, -1)
+        return ObservedGroup(oldest, newest, int(row.get("abandoned_above", -1)))
 
     def read_final_state(self) -> FinalState:
         self._read_events()

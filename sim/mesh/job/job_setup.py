@@ -25,6 +25,7 @@ from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 from meshrl.sim.mesh.job.vector_arithmetic import MODEL_CONFIG
 
 JOB_NAME = "simulated"
+MAX_STALENESS = 2
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
 
 
@@ -37,7 +38,13 @@ def list_run_dirs(root: Path, jobs: int) -> dict[str, Path]:
 
 
 def build_config(
-    workers: int, shards: int, ranks: int, steps: int, name: str = JOB_NAME, seed: int = 0
+    workers: int,
+    shards: int,
+    ranks: int,
+    steps: int,
+    name: str = JOB_NAME,
+    seed: int = 0,
+    max_staleness: int = MAX_STALENESS,
 ) -> JobConfig:
     return JobConfig(
         name=name,
@@ -50,7 +57,9 @@ def build_config(
             use="meshrl.sim.mesh.job.task_environments:QuestionEnvironment", step_deadline_s=10.0
         ),
         rollout=RolloutConfig(shards=shards, slots=8, max_tokens=64, max_turns=2, stop=["#"]),
-        algorithm=AlgorithmConfig(group_size=3, groups_per_step=3, max_staleness=2, min_group=2),
+        algorithm=AlgorithmConfig(
+            group_size=3, groups_per_step=3, max_staleness=max_staleness, min_group=2
+        ),
         training=TrainingConfig(
             bin_tokens=160,
             checkpoint_every=3,

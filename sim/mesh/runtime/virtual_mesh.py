@@ -37,7 +37,13 @@ from meshrl.launch.services import restart_policy, service_plan
 from meshrl.launch.services.service_supervisor import GRACE_S, RESTART_BUDGET
 from meshrl.sim.event_record import EventRecord
 from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
-from meshrl.sim.mesh.job.job_setup import JOB_NAME, build_config, list_run_dirs, write_job
+from meshrl.sim.mesh.job.job_setup import (
+    JOB_NAME,
+    MAX_STALENESS,
+    build_config,
+    list_run_dirs,
+    write_job,
+)
 from meshrl.sim.mesh.runtime.programs import HOST_ID, ProcessContext
 from meshrl.sim.mesh.runtime.redis_gate import VirtualRedisGate
 from meshrl.sim.mesh.runtime.virtual_redis import VirtualRedis, open_state
@@ -136,6 +142,7 @@ class VirtualMeshSize:
     steps: int = 20
     jobs: int = 1
     workload: EmulatedWorkload | None = None  # instead of the default job of fault tests
+    max_staleness: int = MAX_STALENESS  # of the default job
 
 
 class VirtualRecorder:
@@ -206,7 +213,9 @@ class VirtualMesh:
                 (run_dir / "store").symlink_to(self.root / "store")
             workload = size.workload
             config = (
-                workload.build_config(name, seed) if workload else build_config(*shape, name, seed)
+                workload.build_config(name, seed)
+                if workload
+                else build_config(*shape, name, seed, size.max_staleness)
             )
             document = write_job(config, run_dir, workload)
             self.documents[name] = document

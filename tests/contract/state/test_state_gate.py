@@ -155,10 +155,9 @@ class Gate(RuleBasedStateMachine):
             return False
         for group in leased.groups:
             assert group.abandoned_above == self.abandoned_versions.get(group.group, SINGLE_LINEAGE)
-            counts = min(
-                group.min_version, self.abandoned_versions.get(group.group, group.min_version)
-            )
-            assert 0 <= row.version - counts <= self.staleness
+            ended = self.abandoned_versions.get(group.group, group.min_version)
+            age = row.version - min(group.min_version, ended)
+            assert 0 <= max(age, ended < group.min_version) <= self.staleness
         group_ids = [group.group for group in leased.groups]
         assert len(group_ids) == self.per_step and group_ids == sorted(group_ids)
         if poisoned:

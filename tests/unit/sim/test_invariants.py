@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def make_healthy_state() -> FinalState:
         job_row={"phase": "finished", "version": "2", "manifest": NAME},
         group_rows={4: {"state": "ready"}},
         groups_by_state={"open": [], "ready": [4], "leased": []},
-        trained_groups={(0, 1, 1): ObservedGroup(0, -1), (0, 2, 3): ObservedGroup(1, -1)},
+        trained_groups={(0, 1, 1): ObservedGroup(0, 0, -1), (0, 2, 3): ObservedGroup(1, 1, -1)},
         chunks={NAME: CONTENT},
         ledgers={"a.ledger": HEADER + encode_record(RecordKind.CLOSE, [1, "ready"])},
         checkpoints=["step-1", "step-1.json"],
@@ -79,12 +80,16 @@ def remove_weights(facts: FinalState) -> None:
 
 def exceed_staleness(facts: FinalState) -> None:
     facts.events[3] = step(5, 3)
-    facts.trained_groups[0, 5, 3] = ObservedGroup(oldest_version=1, abandoned_above=-1)
+    facts.trained_groups[0, 5, 3] = ObservedGroup(1, 4, abandoned_above=-1)
 
 
 def use_foreign_version(facts: FinalState) -> None:
     facts.events[3] = step(5, 3)
-    facts.trained_groups[0, 5, 3] = ObservedGroup(oldest_version=4, abandoned_above=1)
+    facts.trained_groups[0, 5, 3] = ObservedGroup(4, 4, abandoned_above=1)
+
+
+def use_later_version(facts: FinalState) -> None:
+    facts.trained_groups[0, 2, 3] = ObservedGroup(1, 2, abandoned_above=-1)
 
 
 def use_unpublished_version(facts: FinalState) -> None:
@@ -149,6 +154,7 @@ def finish_late(facts: FinalState) -> None:
         (remove_weights, "whole_steps: the manifest"),
         (exceed_staleness, "staleness: step 5 trained on group 3, 3 versions old"),
         (use_foreign_version, "staleness: step 5 trained on group 3, 3 versions old"),
+        (use_later_version, "staleness: step 2 trained on group 3 of a later version"),
         (use_unpublished_version, "staleness: step 1 trained on group 1, which was not observed"),
         (index_twice, "gate: group 4"),
         (lease_for_ever, "gate: groups [4] are leased"),
@@ -165,6 +171,17 @@ def finish_late(facts: FinalState) -> None:
 )
 def test_violation_is_found(change: Callable[[FinalState], None], invariant: str) -> None:
     assert any(line.startswith(invariant) for line in list_violations(change))
+
+
+def test_strictly_on_policy_step_trains_no_token_of_abandoned_weights() -> None:
+    facts = make_healthy_state()
+    terms = replace(TERMS, max_staleness=0)
+    assert check_invariants(facts, terms) == []
+    # Its first tokens are of the trained version; the last ones of an abandoned lineage.
+    facts.trained_groups[0, 2, 3] = ObservedGroup(1, 4, abandoned_above=1)
+    assert check_invariants(facts, TERMS) == []
+    found = check_invariants(facts, terms)
+    assert found == ["staleness: step 2 trained on group 3, 1 versions old"]
 
 
 def test_steps_of_an_abandoned_lineage_are_ignored() -> None:

@@ -204,13 +204,21 @@ def test_trained_tokens_are_counted_by_staleness() -> None:
 
 
 def test_staleness_of_an_abandoned_lineage_counts_from_its_last_version() -> None:
+    """Check that its tokens are never fresh: the version that it ended with has other weights."""
     given_ = replace(group([1.0, 0.0], lengths=[4, 4], version=12), abandoned_above=8)
-    for version, lag in ((8, 0), (10, 2), (13, 5)):
+    for version, lag in ((8, 1), (9, 1), (10, 2), (13, 5)):
         batch = StepBatch(version, job(max_staleness=2))
         assert compute_staleness(given_, version) == lag
         assert {s.abandoned_above for s in batch.add(given_)} == {8}
         metrics = batch.build_metrics()
         assert metrics["staleness_max"] == lag and metrics["staleness_tokens"][lag] == 4
+
+
+def test_one_token_of_an_abandoned_lineage_makes_a_group_stale() -> None:
+    given_ = replace(group([1.0, 0.0], lengths=[4, 4], version=8), abandoned_above=8)
+    assert compute_staleness(given_, 8) == 0
+    given_.versions[-1] = 9
+    assert compute_staleness(given_, 8) == 1
 
 
 @given(st.lists(st.integers(-4, 4), min_size=2, max_size=6), st.integers(-3, 3), st.randoms())

@@ -39,8 +39,10 @@ for _, group in ipairs(redis.call('ZRANGE', index_key('ready'), 0, -1)) do
   if #chosen + reserved == step_size then break end
   local row = redis.call('HMGET', group_key(group), 'min_version', 'prompt', 'samples', 'passed',
     'abandoned_above')
-  local oldest = math.min(tonumber(row[1]), tonumber(row[5] or row[1]))
-  if version - oldest > staleness then
+  local sampled, abandoned = tonumber(row[1]), tonumber(row[5] or row[1])
+  local oldest = math.min(sampled, abandoned)
+  -- Tokens of an abandoned lineage are at least one version old: no step has their weights.
+  if math.max(version - oldest, sampled > abandoned and 1 or 0) > staleness then
     return_group(group, {state = 'ready', prompt = row[2], passed = row[4]}, true)
     add_count('stale_requeued', tonumber(row[3]))
     stale[#stale + 1] = {group = tonumber(group), prompt = tonumber(row[2]),
