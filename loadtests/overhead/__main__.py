@@ -23,12 +23,9 @@ import torch
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.metered import Meter, all_events, started
 from loadtests.plain.loop import Job, run_plain, warmed_up
-from meshrl.common.job.bundle.job_data import JobData
+from loadtests.plain.warm_cache import cache_weights
 from meshrl.common.state import jobs
 from meshrl.common.state.redis.client import StateClient
-from meshrl.job import bundle, job_reader
-from meshrl.services.trainer.initialization import warm_start
-from meshrl.services.trainer.initialization.initial_weights import build_cache_key, read_sources
 
 LOOK_S = 0.05
 RUN_S = 900.0
@@ -67,11 +64,8 @@ async def run_mesh(
     chosen: argparse.Namespace, scratch: Path, cache: Path, state: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     out = scratch / "run"
-    config, base = job_reader.load_config(chosen.job, [f"seed={chosen.seed}", *chosen.set])
-    _, document = bundle.pack_bundle(config, base, scratch / "probe")
-    data = JobData.from_document(config.name, document, "")
-    path = warm_start.build_cache_path(str(cache), build_cache_key(data), read_sources(data))
-    warm_start.save_weights(path, state)
+    own = [f"seed={chosen.seed}", *chosen.set]
+    cache_weights(chosen.job, own, scratch / "probe", cache, state)
     changes = {
         "out": str(out),
         "seed": chosen.seed,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import random
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from meshrl.common.job.prompt_order import PromptMix, PromptOrder
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.model.tokens.tokenizer import Tokenizer
@@ -211,12 +211,14 @@ def run_plain(job: Job, seed: int, steps: int, state: dict[str, Tensor]) -> dict
     model = job.model(seed)
     model.load_state_dict(state)
     learner, config = job.learner(model), job.config.algorithm
-    order = random.Random(seed).sample(range(len(job.train)), len(job.train))
+    order = PromptOrder(
+        PromptMix(seed, [1.0]), [len(job.train)], shuffles=job.config.dataset.shuffle
+    )
     generator = Generator(job, model, seed)
     rewards, trained, begun = [], 0, time.process_time()
     for step in range(steps):
         first = step * config.groups_per_step
-        picked = [order[(first + i) % len(order)] for i in range(config.groups_per_step)]
+        picked = [order.find_row(first + i) for i in range(config.groups_per_step)]
         groups: list[list[Finished]] = [[] for _ in picked]
         wanted = [
             (i, job.train[row]) for i, row in enumerate(picked) for _ in range(config.group_size)

@@ -86,6 +86,7 @@ def summarize(
     cpu_s = usage.sum_cpu_by_name()
     steps = tokens = tokens_trained = 0
     gap: float | None = None
+    staleness: int | None = None
     figures = RunFigures()
     losses: dict[str, float] = {}
     for row in rows:
@@ -96,6 +97,8 @@ def summarize(
         tokens_trained += int(row["tokens_trained"])
         if row.get("logprob_gap") is not None:
             gap = max(gap or 0.0, float(row["logprob_gap"]))
+        if row.get("staleness_max") is not None:
+            staleness = max(staleness or 0, int(row["staleness_max"]))
     ended_count = sum(result.account[fate] for fate in ("trained", "filtered", "typed_drops"))
     return summarize_result(result, steps) | {
         "held_out": {
@@ -129,6 +132,7 @@ def summarize(
         "workers_moved": len(list_planned_moves(events)),
         "hosts_lost": count_lost_hosts(events),
         "logprob_gap_max": gap,
+        "staleness_max": staleness,
         "processes_ended": sum(
             int(e.fields.get("count", 1)) for e in events if is_unexpected_exit(e)
         ),

@@ -1,0 +1,1 @@
+"""The strictly on-policy mesh beside a synchronous loop. Open `__main__.py`."""
