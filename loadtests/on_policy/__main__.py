@@ -10,7 +10,6 @@ random numbers of sampling differ, so accuracies are equal up to noise.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 import tempfile
@@ -19,10 +18,11 @@ from typing import Any
 
 import torch
 
-from loadtests.measuring.commands import meshrl
+from loadtests.measuring.commands import Command
 from loadtests.measuring.entry import options, print_progress, report
 from loadtests.plain.loop import Job, accuracy, run_plain, warmed_up
 from loadtests.plain.warm_cache import cache_weights
+from meshrl.directory.directory_paths import read_json_or_empty
 from meshrl.view.recording.run_record import read_events
 
 RUN_S = 900.0
@@ -41,7 +41,7 @@ def main() -> None:
             job = Job(chosen.job, chosen.set)
             state = warmed_up(job, seed)
             changes = [*chosen.set, f"seed={seed}", f"budget.steps={chosen.steps}"]
-            mesh = asyncio.run(run_mesh(chosen.job, changes, Path(scratch), state))
+            mesh = run_mesh(chosen.job, changes, Path(scratch), state)
         model = job.model(seed)
         model.load_state_dict(state)
         before = accuracy(job, model, greedy=False)
@@ -53,7 +53,7 @@ def main() -> None:
     report(compare(arms))
 
 
-async def run_mesh(
+def run_mesh(
     job: Path, changes: list[str], scratch: Path, state: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Train without staleness and return the run's figures."""
@@ -68,8 +68,14 @@ async def run_mesh(
     }
     words = [*changes, *(f"{key}={value}" for key, value in more.items())]
     sets = [word for change in words for word in ("--set", change)]
-    await meshrl("run", str(job), *sets, within_s=RUN_S)
-    summary = json.loads((out / "summary.json").read_text())
+    command = Command(Path.cwd(), "run", str(job), *sets)
+    try:
+        status = command.wait(RUN_S)
+    finally:
+        command.end()
+    summary = read_json_or_empty(out / "summary.json")
+    if summary.get("phase") != "finished":  # the status is 1 where nothing could be learned
+        raise RuntimeError(f"the run ended with {status}: {command.text[-4000:]}")
     steps = [e.fields["metrics"] for e in read_events(out) if e.kind == "step"]
     return {
         **summary["held_out"]["after"],

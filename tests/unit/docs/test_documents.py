@@ -61,7 +61,11 @@ _FIRST = re.compile(r"Open\s+`([\w/]+\.py)`\s+first")
 _FILE = re.compile(r"`(\w+\.py)`")
 CODE = ("common", "loadtests", "meshrl", "services", "sim")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-OF_OTHERS = {"grpo_trainer.py", "stream_batch_iter.py", "transfer_engine.py"}  # files of TRL, PolyRL
+OF_OTHERS = {
+    "grpo_trainer.py",
+    "stream_batch_iter.py",
+    "transfer_engine.py",
+}  # of TRL, PolyRL
 FILES = {path.name for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
 WALKS = (DOCS / "develop" / "walks.md").read_text()
 FILES_OPENED, RETURNS = 12, 2  # limits of a walk
