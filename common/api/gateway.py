@@ -197,6 +197,15 @@ class RemainingNames:
 
 
 @message
+class NoticeReport:
+    """Argument of Gateway.notice: what a host knows about its end."""
+
+    source: str  # who will end the host; empty: its end is not announced
+    preempt_at_s: float  # seconds since 1970; 0: not known, within seconds
+    failure: str  # why its source of notices cannot be read; empty: it can
+
+
+@message
 class RedisLocation:
     """Answer to Gateway.whereabouts, as in HostAdmitted."""
 
@@ -226,6 +235,8 @@ class Gateway(Interface):
     leave = Call(NoneType, bool, deadline_s=60.0, idempotent=True)
     # The host shuts down soon: everything moves away from it until `back`.
     drain = Call(NoneType, bool, deadline_s=60.0, idempotent=True)
+    # The same with who ends it and when, or why its notices cannot be read.
+    notice = Call(NoticeReport, bool, deadline_s=60.0, idempotent=True)
     # The host is available again, at this address: draining ends, unless a user requested it.
     back = Call(str, bool, deadline_s=60.0, idempotent=True)
     remaining = Call(NoneType, RemainingNames, deadline_s=10.0, idempotent=True)

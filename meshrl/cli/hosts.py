@@ -141,6 +141,16 @@ def join(
             "0: stop at once.",
         ),
     ] = DRAIN_TIMEOUT_S,
+    grace_s: Annotated[
+        float,
+        typer.Option(
+            "--grace-s",
+            metavar="SECONDS",
+            min=0,
+            help="Time from the stop order until the platform kills this host, which limits "
+            "--drain-s; default: not known.",
+        ),
+    ] = 0.0,
     health: HealthOption = "",
 ) -> None:
     """Join a mesh that `meshrl up --listen` started, and contribute this host's accelerators.
@@ -161,6 +171,7 @@ def join(
     from meshrl.launch import host_capacity
     from meshrl.launch.foreground import run_foreground
     from meshrl.launch.hosts import host_join
+    from meshrl.launch.hosts.host_drain import limit_drain
     from meshrl.launch.hosts.host_offer import HostOffer
 
     sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -190,7 +201,9 @@ def join(
             rate_down,
             named,
         )
-        return host_join.join_mesh(token, root, offer, foreground, head, health, drain_s)
+        return host_join.join_mesh(
+            token, root, offer, foreground, head, health, limit_drain(drain_s, grace_s)
+        )
 
     raise typer.Exit(run_foreground(coming) if foreground else coming())
 

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.common.api.calls.call_permissions import HOST_ROLES, PLANNER_ROLE
-from meshrl.common.api.gateway import Gateway, HostAdmitted, JoinHost, RedisLocation, RemainingNames
+from meshrl.common.api.gateway import (
+    Gateway,
+    HostAdmitted,
+    JoinHost,
+    NoticeReport,
+    RedisLocation,
+    RemainingNames,
+)
 from meshrl.common.base.errors import NotFound, Refused
 from meshrl.common.base.host.settings import SECRET_BYTES
 from meshrl.common.base.release import read_release
@@ -157,6 +164,12 @@ class HostCalls(Actor):
         """Drain the host of a member key, which is about to stop."""
         return bool((await self._request_launcher(host_requests.DRAIN))["changed"])
 
+    @call(Gateway.notice)
+    async def notice(self, report: NoticeReport) -> bool:
+        """Record the notice of the host of a member key, which drains if its end is announced."""
+        answer = await self._request_launcher(host_requests.NOTICE, notice=asdict(report))
+        return bool(answer["changed"])
+
     @call(Gateway.back)
     async def back(self, address: str) -> bool:
         """End the drain of a host that has returned."""
@@ -170,7 +183,7 @@ class HostCalls(Actor):
         """Return the current Redis location for the host of a member key."""
         return RedisLocation(**await self._request_launcher(host_requests.LOCATE))
 
-    async def _request_launcher(self, kind: str, **arguments: str) -> dict[str, Any]:
+    async def _request_launcher(self, kind: str, **arguments: Any) -> dict[str, Any]:
         """Request an answer of the launcher for the host of the request's member key."""
         mesh, request_id = self.mesh, f"{caller_id.get()}.{kind}.{secrets.token_hex(8)}"
         fields = {**arguments, "host": self._find_member_host()}

@@ -47,7 +47,7 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     # the gateway decides by the token which jobs a client can access
     "Gateway": {
         "upload put finish jobs job events stop delete model read versions": (CLIENT,),
-        "join leave drain back remaining whereabouts membership": (JOINER,),
+        "join leave drain notice back remaining whereabouts membership": (JOINER,),
     },
     "Ranks": {
         "stand_by form_group create_model begin_step compute_round": ("trainer",),

@@ -122,7 +122,7 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     "snapshot": _LEADER_CHECK
     | _mesh(
         reads="entries entry:* snapshot:stats snapshot:workers snapshot:gangs jobs:active hosts"
-        " services:* draining requests moves planner settings"
+        " services:* draining notices requests moves planner settings"
     )
     | _JOB_ROW,
     "write_decisions": _LEADER_CHECK
@@ -139,7 +139,7 @@ SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
     | _mesh(
         reads="gang:*",
         writes="services:* snapshot:workers",
-        both="worker:* workers hosts draining exits",
+        both="worker:* workers hosts draining notices exits",
     )
     | _EVENT_APPEND,
     "join_worker": _LEASE_CHECK
@@ -244,7 +244,7 @@ _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
     "node": ("charge_exit record_exit", _JOB_ROW | _mesh(reads="services:* draining")),
     "worker": (
         "join_worker report_instance pool_rows charge_exit record_exit",
-        _JOB_ROW | _mesh(reads="worker:* settings"),
+        _JOB_ROW | _mesh(reads="worker:* settings notices"),
     ),
     "engine": ("write_profile", _JOB_ROW),
     "hybrid": ("write_profile", _JOB_ROW | _PAUSED_JOBS),
@@ -283,8 +283,8 @@ _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
         _JOB_ROW
         | _EVENTS
         | _mesh(
-            reads="token epoch planner settings services:* worker:* draining exits readers jobs"
-            " jobs:deleted jobs:in_store jobs:paused trimmed",
+            reads="token epoch planner settings services:* worker:* draining notices exits readers"
+            " jobs jobs:deleted jobs:in_store jobs:paused trimmed",
             both="probe",
         )
         | _job(reads="op:delete_job:* evaluations"),

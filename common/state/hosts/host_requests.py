@@ -17,6 +17,7 @@ from meshrl.common.state.redis.client import StateClient
 
 # Kinds of requests.
 JOIN, LEAVE, DRAIN, RETURN, LOCATE = "join", "leave", "drain", "back", "where"
+NOTICE = "notice"
 ANSWER_TIMEOUT_S = 60.0  # then the caller gives up
 ANSWER_RETENTION_S = 300.0
 POLL_S = 0.2  # between two polls for the answer

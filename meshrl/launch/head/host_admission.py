@@ -29,7 +29,9 @@ from meshrl.common.state import events, registry
 from meshrl.common.state.hosts import host_requests
 from meshrl.common.state.hosts.host_requests import HostRequest
 from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT, SHUTDOWN_NOTICE
+from meshrl.common.state.pool.store import host_notices
 from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.store.host_notices import HostNotice
 from meshrl.common.state.redis.client import StateClient
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.directory.joined_hosts import JoinedHost, JoinedHosts
@@ -150,13 +152,8 @@ class HostAdmission:
                 return await self._admit(request.arguments)
             if request.kind == host_requests.LEAVE:
                 return {"left": await self._remove_host(str(request.arguments["host"]))}
-            if request.kind == host_requests.DRAIN:
-                host = self._find_joined_host(request.arguments).host
-                return {
-                    "changed": await pool.set_drain_reason(
-                        self._state, host, SHUTDOWN_NOTICE, expected=""
-                    )
-                }
+            if request.kind in (host_requests.DRAIN, host_requests.NOTICE):
+                return {"changed": await self._record_notice(request.arguments)}
             if request.kind == host_requests.RETURN:
                 return {"changed": await self._mark_returned(request.arguments)}
             if request.kind == host_requests.LOCATE:
@@ -256,6 +253,7 @@ class HostAdmission:
             why = f": it is ephemeral and was absent for {away_s:.0f} s" if away_s else ""
             print(f"{host} has left{why}", flush=True)
         await pool.set_drain_reason(self._state, host, HOST_LEFT)
+        await host_notices.write_notice(self._state, host, HostNotice())
         remove = partial(members.remove_member, self._mesh_paths.directory / RECORDS_FILE, host)
         async with self._clock.timeout(TOKEN_FILE_TIMEOUT_S, "updating the token file"):
             await asyncio.to_thread(remove)  # blocks while another command holds the lock
@@ -265,6 +263,18 @@ class HostAdmission:
             )
         return was
 
+    async def _record_notice(self, arguments: Mapping[str, Any]) -> bool:
+        """Record what a host knows about its end; return True if the host drains from now on."""
+        host = self._find_joined_host(arguments).host
+        announced = {"source": "its stop order", "preempt_at_s": host_notices.UNKNOWN_TIME}
+        notice = host_notices.decode_notice(arguments.get("notice", announced))
+        if not notice.source:
+            notice = replace(notice, preempt_at_s=None)
+        await host_notices.write_notice(self._state, host, notice)
+        return bool(notice.source) and await pool.set_drain_reason(
+            self._state, host, SHUTDOWN_NOTICE, expected=""
+        )
+
     async def _mark_returned(self, arguments: Mapping[str, Any]) -> bool:
         """Return True if the host may be used again, because its own end was what excluded it."""
         known, address = self._find_joined_host(arguments), str(arguments["address"])
@@ -273,6 +283,7 @@ class HostAdmission:
             hosts = {**self._joined_hosts.hosts, host: replace(known, address=address)}
             self._write_hosts(replace(self._joined_hosts, hosts=hosts))
             print(f"{host} has the new address {address}", flush=True)
+        await host_notices.write_notice(self._state, host, HostNotice())
         return await pool.set_drain_reason(self._state, host, "", expected=SHUTDOWN_NOTICE)
 
     def _write_hosts(self, joined_hosts: JoinedHosts) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshrl.common.api.gateway import Gateway
+from meshrl.common.api.gateway import Gateway, NoticeReport
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import MeshError, NotAllowed, NotFound
 from meshrl.launch.hosts.membership import Membership, connect_gateway
@@ -16,10 +16,19 @@ HEAD_SILENCE_LIMIT_S = 15.0
 LEAVE_TIMEOUT_S = 15.0
 RETRY_S = 2.0
 UNREADY_LIMIT_S = 2.0  # between two starts of a process nothing of it runs
+STOP_S = 30.0  # of the time until the platform kills the host, for an orderly stop
 
 
 def print_line(text: str) -> None:
     print(text, flush=True)
+
+
+def limit_drain(drain_s: float, grace_s: float) -> float:
+    """Return the time limit of a drain in seconds, so that an orderly stop follows it.
+
+    `grace_s`: from the stop order until the platform kills the host; 0: not known.
+    """
+    return min(drain_s, max(grace_s - STOP_S, grace_s / 2)) if grace_s else drain_s
 
 
 async def drain_host(
@@ -33,6 +42,7 @@ async def drain_host(
     began = last_answer_s = clock.monotonic()
     until = began + timeout_s
     print_line(f"{member.host} received a stop order: it drains for up to {timeout_s:g} s")
+    notice = NoticeReport("its stop order", clock.wall() + timeout_s, "")
     drains, waiting_names, silence = False, [""], ""
     last_ready_s = began  # when it last did its work
     async with connect_gateway(member.member_token) as line:
@@ -47,7 +57,7 @@ async def drain_host(
             try:
                 limit_s = min(CALL_TIMEOUT_S, until - now)
                 if not drains:  # the answer to its return request may come after that
-                    await line.call(Gateway.drain, None, limit_s)
+                    await line.call(Gateway.notice, notice, limit_s)
                 found = await line.call(Gateway.remaining, None, limit_s)
             except (NotAllowed, NotFound) as error:
                 print_line(f"{member.host} is no longer a member of the mesh: {error.message}")

@@ -28,7 +28,7 @@ from meshrl.common.mesh.access.access_token import (
 )
 from meshrl.common.mesh.access.gateway_connection import GatewayConnection
 from meshrl.common.state.pool.scheduling import host_services
-from meshrl.common.state.pool.workers.rows import MARKETS
+from meshrl.common.state.pool.workers.rows import MARKETS, check_price
 from meshrl.directory import directory_paths, process_user
 from meshrl.directory.directory_paths import MeshPaths, find_root_pid
 from meshrl.directory.file_ownership import create_private_directory
@@ -182,6 +182,7 @@ def join_mesh(
         raise ConfigError(
             f"{offer.market!r} is not a market", fix=f"Set one of {', '.join(MARKETS)}"
         )
+    check_price(offer.price)
     if offer.notice_source:
         parse_notice_source(offer.notice_source)
     if known is not None and offer.ephemeral and (token_source or os.environ.get(JOIN_ENV)):

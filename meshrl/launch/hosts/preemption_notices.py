@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import httpx
 
-from meshrl.common.api.gateway import Gateway
+from meshrl.common.api.gateway import Gateway, NoticeReport
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import ConfigError, MeshError, NotAllowed, NotFound
+from meshrl.common.state.pool.store.host_notices import MAX_TEXT_CHARS, UNKNOWN_TIME, HostNotice
 from meshrl.launch.hosts.host_drain import CALL_TIMEOUT_S, print_line
 from meshrl.launch.hosts.membership import Membership, connect_gateway
 
@@ -30,15 +31,7 @@ GCP_URL = "http://metadata.google.internal"
 TOKEN_LIFETIME_S = 60  # of EC2, requested for each poll
 
 
-@dataclass(frozen=True)
-class PreemptionNotice:
-    """Announced end of a host."""
-
-    source: str
-    preempt_at_s: float | None = None  # wall clock; None: not told, within seconds
-
-
-Reading = PreemptionNotice | None
+Reading = HostNotice | None
 ReadNotice = Callable[[httpx.AsyncClient], Awaitable[Reading]]
 
 
@@ -71,9 +64,9 @@ async def _read_file(path: Path) -> Reading:
     except FileNotFoundError:
         return None
     try:
-        return PreemptionNotice(f"the file {path}", _parse_time(text))
+        return _make_notice(f"the file {path}", text)
     except ValueError:  # the file itself is the notice
-        return PreemptionNotice(f"the file {path}")
+        return _make_notice(f"the file {path}")
 
 
 def _read_start(path: Path) -> str:
@@ -90,14 +83,14 @@ async def _read_ec2(client: httpx.AsyncClient, url: str) -> Reading:
         return None
     answer.raise_for_status()
     action = answer.json()
-    return PreemptionNotice(f"EC2 ({action['action']})", _parse_time(action["time"]))
+    return _make_notice(f"EC2 ({action['action']})", action["time"])
 
 
 async def _read_gcp(client: httpx.AsyncClient, url: str) -> Reading:
     path = f"{url}/computeMetadata/v1/instance/preempted"
     answer = await client.get(path, headers={"Metadata-Flavor": "Google"})
     answer.raise_for_status()
-    states = {"TRUE": PreemptionNotice("Compute Engine"), "FALSE": None}
+    states = {"TRUE": _make_notice("Compute Engine"), "FALSE": None}
     return states[answer.text.strip()]
 
 
@@ -111,9 +104,13 @@ async def _read_azure(client: httpx.AsyncClient, url: str) -> Reading:
     answer.raise_for_status()
     for event in answer.json()["Events"]:
         if event["EventType"] == "Preempt" and name.text.strip() in event["Resources"]:
-            begins = event["NotBefore"]  # empty: it has begun
-            return PreemptionNotice("Azure", _parse_time(begins) if begins else None)
+            return _make_notice("Azure", event["NotBefore"])  # empty: it has begun
     return None
+
+
+def _make_notice(source: str, time: str = "") -> HostNotice:
+    """Return a notice for a time as `_parse_time` reads it; empty: within seconds."""
+    return HostNotice(source, _parse_time(time) if time else UNKNOWN_TIME)
 
 
 def _parse_time(text: str) -> float:
@@ -126,28 +123,40 @@ def _parse_time(text: str) -> float:
 async def follow_notices(member: Membership, clock: Clock, source: str, address: str) -> None:
     """Drain this host while there is a notice, and end the drain once it is withdrawn.
 
-    `address`: by which other hosts reach this one. Returns when the host is no member any more.
+    Report to the mesh why notices cannot be read; the last one then stays in force. `address`: by
+    which other hosts reach this one. Returns when the host is no member any more.
     """
-    read, failure, followed = parse_notice_source(source), "", None
+    read, failure = parse_notice_source(source), ""
+    followed: Reading = None
+    known = HostNotice()  # what the mesh knows; a returning host's earlier notice is gone
     async with connect_gateway(member.member_token) as line, _open_client() as client:
         while True:
+            why, notice = "", followed
             try:
                 notice = await _read_in_time(read, client, clock)
-                if notice is not None:  # each time: the host may have reported its return since
-                    await line.call(Gateway.drain, None, CALL_TIMEOUT_S)
-                elif followed is not None:
+            except (MeshError, httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
+                reason = error.message if isinstance(error, MeshError) else repr(error)
+                why = f"{source}: {reason}"[:MAX_TEXT_CHARS]
+            try:
+                now = replace(notice or HostNotice(), failure=why)
+                if notice is None and followed is not None:
                     await line.call(Gateway.back, address, CALL_TIMEOUT_S)
+                # each time while there is any: the host may have reported its return since
+                if not now.is_empty or now != known:
+                    report = NoticeReport(now.source, now.preempt_at_s or UNKNOWN_TIME, why)
+                    await line.call(Gateway.notice, report, CALL_TIMEOUT_S)
+                known = now
+            except (NotAllowed, NotFound):
+                return  # the membership watcher reports it
+            except MeshError as error:
+                why = f"{source}: {error.message}"
+            else:
                 if notice != followed:
                     print_line(_describe_change(member.host, notice, clock.wall()))
                     followed = notice
-                failure = ""
-            except (NotAllowed, NotFound):
-                return  # the membership watcher reports it
-            except (MeshError, httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
-                why = error.message if isinstance(error, MeshError) else repr(error)
-                if why != failure:
-                    print_line(f"following preemption notices of {source} failed, again: {why}")
-                failure = why
+            if why and why != failure:
+                print_line(f"following preemption notices failed, again: {why}")
+            failure = why
             await clock.sleep(POLL_S)
 
 
@@ -164,5 +173,4 @@ async def _read_in_time(read: ReadNotice, client: httpx.AsyncClient, clock: Cloc
 def _describe_change(host: str, notice: Reading, now_s: float) -> str:
     if notice is None:
         return f"the preemption notice is withdrawn: {host} accepts work again"
-    when = "" if notice.preempt_at_s is None else f" in {notice.preempt_at_s - now_s:.0f} s"
-    return f"{notice.source} will take {host} away{when}: the mesh moves everything off it"
+    return f"{host} is {notice.describe(now_s)}: the mesh moves everything off it"

@@ -224,6 +224,6 @@ def make_hosts_table(rows: list[HostRow]) -> Table:
             "" if row.cores is None else f"{row.busy_cores:.1f} of {row.cores:g}",
             "" if row.redis_round_trip_ms is None else f"{row.redis_round_trip_ms:.1f} ms",
             "" if row.clock_offset_ms is None else f"{row.clock_offset_ms:+.0f} ms",
-            ", ".join(filter(None, [*notes, row.drain_reason])),
+            ", ".join(filter(None, [*notes, row.drain_reason, row.notice])),
         )
     return table

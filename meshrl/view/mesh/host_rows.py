@@ -9,6 +9,7 @@ from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.mesh.transport.address import parse_endpoint
 from meshrl.common.state.pool.scheduling.host_services import ALL_SERVICES
 from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT
+from meshrl.common.state.pool.store.host_notices import HostNotice
 from meshrl.common.state.pool.workers.process_names import PLACED_KINDS
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.registry import RegistryEntry
@@ -37,6 +38,8 @@ class HostRow:
     isolation_tiers: list[str] | None  # of isolation, that sandboxes have there; None: not probed
     planner: str  # name of its standby planner; empty: none
     drain_reason: str  # why nothing new is placed there; empty: something may be
+    preempt_at_s: float | None  # announced end, wall clock; 0: within seconds; None: not announced
+    notice: str  # that end, or why notices cannot be read, for people; empty: neither
     redis_round_trip_ms: float | None  # round trip to Redis; None: not measured
     clock_offset_ms: float | None  # its clock, ahead of that of Redis' host
     cores: float | None  # processors that its processes share; None: not known
@@ -86,6 +89,7 @@ def _build_host_row(
     draining = mesh.drain_reasons.get(name, "")
     reported_stats = NodeStats.decode(entry.stats if entry is not None else {})
     stats = reported_stats if entry is not None and entry.alive else NodeStats()
+    notice = mesh.notices.get(name, HostNotice())
     address = joined.address if joined is not None else ""
     state = "joining" if entry is None else "away"
     if entry is not None and entry.alive:
@@ -115,6 +119,8 @@ def _build_host_row(
         else list(reported_stats.isolation_tiers),
         planner=joined.planner_name if joined is not None else "",
         drain_reason=draining,
+        preempt_at_s=notice.preempt_at_s,
+        notice=notice.describe(mesh.now_ms / 1000),
         redis_round_trip_ms=stats.redis_round_trip_ms,
         clock_offset_ms=stats.clock_ahead_ms,
         cores=stats.cores,

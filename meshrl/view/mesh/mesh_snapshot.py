@@ -13,6 +13,7 @@ from meshrl.common.state import jobs, leader, registry
 from meshrl.common.state.jobs import JobRow
 from meshrl.common.state.pool.scheduling.snapshot import Move
 from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.store.host_notices import HostNotice, read_notices
 from meshrl.common.state.pool.store.planner_reports import JobPrediction, decode_predictions
 from meshrl.common.state.pool.workers.rows import Gang, Instance, WorkerRow
 from meshrl.common.state.pool.workers.settings import PoolSettings
@@ -41,6 +42,7 @@ class MeshSnapshot:
     moves_in_progress: Sequence[Move] = ()  # under way
     settings: PoolSettings = field(default_factory=PoolSettings)
     steps: Mapping[str, StepRows] = field(default_factory=dict)  # last rows, by job
+    notices: Mapping[str, HostNotice] = field(default_factory=dict)  # of preemption, by host
     # -- added by `read_full_snapshot`
     leader: str = ""  # process that leads the planners; empty: none does
     last_exits: Sequence[LastExit] = ()
@@ -94,9 +96,15 @@ async def read_mesh_snapshot(
 
     Raises StateUnavailable, DeadlineExceeded.
     """
-    memory = await pool.read_planner_memory(state)
+    memory, notices = await pool.read_planner_memory(state), await read_notices(state)
+    workers = await pool.read_workers(state)
     return MeshSnapshot(
-        tuple(await pool.read_workers(state)),
+        tuple(
+            replace(worker, preempt_at_s=notices[worker.host].preempt_at_s)
+            if worker.host in notices
+            else worker
+            for worker in workers
+        ),
         tuple(await pool.read_gangs(state)),
         tuple(await registry.list_entries(state)),
         tuple(await jobs.read_jobs(state)) if known_jobs is None else known_jobs,
@@ -105,6 +113,7 @@ async def read_mesh_snapshot(
         decode_predictions(memory),
         await pool.read_moves_in_progress(state),
         await pool.read_settings(state),
+        notices=notices,
     )
 
 

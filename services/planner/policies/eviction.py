@@ -4,6 +4,7 @@ hosts, and displaced cores.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from meshrl.common.state.pool.demand.requirements import PlannedJob
@@ -15,6 +16,8 @@ from meshrl.common.state.pool.scheduling.decisions import (
 from meshrl.services.planner.admission.fair_shares import PoolDivision
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.presence import PoolPresence, compute_absence_s
+
+CORE_EXIT_S = 10.0  # before the announced end of a core's host, without a checkpoint
 
 
 def evict_lost(draft: PoolDraft, presence: PoolPresence) -> None:
@@ -80,8 +83,8 @@ def evict_displaced(
     draft: PoolDraft, job: PlannedJob, presence: PoolPresence, division: PoolDivision
 ) -> None:
     """Remove a running job's instances from places that they must leave, if they can go elsewhere.
-    A core leaves once a checkpoint covers its state, or if the host cannot wait; its time-sliced
-    engines leave with it.
+    A core leaves once a checkpoint covers its state, or if the host cannot wait: for too long, or
+    because its announced end is near. Its time-sliced engines leave with it.
     """
     home = division.core_places.get(job.id)
     core = draft.get_instances(job.id).core
@@ -91,7 +94,10 @@ def evict_displaced(
         waited_s = max(
             compute_absence_s(presence.away_since, one, draft.snapshot.now_ms) for one in hosts
         )
-        stays = waited_s <= draft.snapshot.settings.move_timeout_s
+        ends = (draft.workers[worker].preempt_at_s for worker in core.workers)
+        end_s = min((at_s for at_s in ends if at_s), default=math.inf)
+        left_s = end_s - draft.snapshot.now_ms / 1000
+        stays = waited_s <= draft.snapshot.settings.move_timeout_s and left_s > CORE_EXIT_S
     for seated in draft.get_instances(job.id).placements:
         out = not draft.usable_workers.issuperset(seated.workers)
         displaced = False

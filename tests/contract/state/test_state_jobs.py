@@ -21,7 +21,9 @@ from meshrl.common.state.pool.scheduling.decisions import (
     SetBlockReason,
 )
 from meshrl.common.state.pool.scheduling.snapshot import SHUTDOWN_NOTICE, PoolRequest
+from meshrl.common.state.pool.store import host_notices
 from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.store.host_notices import HostNotice
 from meshrl.common.state.pool.workers.rows import WorkerRow
 from meshrl.common.state.redis.client import StateClient
 from tests.contract.state.state_bench import (
@@ -360,6 +362,9 @@ async def test_lost_workers_and_hosts_are_removed(bench: Bench) -> None:
         state, leader_token, "op", [FormGang("g0", ("w2",), WHY), *serve], None
     )
     await pool.submit_request(state, PoolRequest("d", "drain", host="h1"))
+    kept = HostNotice("EC2", 1e9, "gone")
+    for host in ("h0", "h1"):
+        await host_notices.write_notice(state, host, kept)
     for n in (1, 2):
         entry = await registry.lookup(state, f"worker/w{n}")
         assert entry and await registry.release_lease(state, f"worker/w{n}", entry.token)
@@ -374,6 +379,7 @@ async def test_lost_workers_and_hosts_are_removed(bench: Bench) -> None:
     ]
     hosts = (await pool.read_snapshot(state, leader_token)).snapshot.hosts
     assert [(host.name, host.drain_reason) for host in hosts] == [("h0", ""), ("h2", "")]
+    assert await host_notices.read_notices(state) == {"h0": kept}
     token = await bench.seat("worker/w1")
     joined = await pool.join_worker(state, WorkerRow("w1", "h1", "cpu:0", token))
     assert (joined.gang, joined.membership) == ("", 0)

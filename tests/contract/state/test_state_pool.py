@@ -32,7 +32,9 @@ from meshrl.common.state.pool.scheduling.decisions import (
     SetBlockReason,
 )
 from meshrl.common.state.pool.scheduling.snapshot import Move, PoolRequest
+from meshrl.common.state.pool.store import host_notices
 from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.store.host_notices import UNKNOWN_TIME, HostNotice
 from meshrl.common.state.pool.store.planner_reports import JobPrediction
 from meshrl.common.state.pool.store.submission_check import check_job_is_feasible, read_host_offers
 from meshrl.common.state.pool.workers.rows import (
@@ -665,6 +667,27 @@ async def test_host_drains_from_the_moment_of_the_request(bench: Bench) -> None:
     await pool.submit_request(bench.state, PoolRequest("e", "drain", host="here"))
     await write_decisions(bench, leader_token, RejectRequest("e", "it has the only engine", WHY))
     assert await read_drain_reason() == ""
+
+
+async def test_workers_have_the_announced_end_of_their_host(bench: Bench) -> None:
+    await worker(bench)
+    leader_token = await elect_leader(bench)
+
+    async def read_end() -> float | None:
+        return (
+            (await pool.read_snapshot(bench.state, leader_token)).snapshot.workers[0].preempt_at_s
+        )
+
+    for notice in (
+        HostNotice("EC2 (stop)", 1_800_000_000.5),
+        HostNotice("Azure", UNKNOWN_TIME),
+        HostNotice(failure="it does not answer"),
+        HostNotice(),
+    ):
+        await host_notices.write_notice(bench.state, "elsewhere", HostNotice("other", 7.0))
+        await host_notices.write_notice(bench.state, "here", notice)
+        assert await read_end() == notice.preempt_at_s
+        assert await host_notices.read_notice(bench.state, "here") == notice
 
 
 async def test_unblocked_job_gets_a_fresh_progress_time(bench: Bench) -> None:

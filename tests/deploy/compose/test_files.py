@@ -53,6 +53,7 @@ def test_service_has_minimal_rights(name: str) -> None:
             int(word[10:]) for word in service.get("command", ()) if word.startswith("--drain-s=")
         ]
         assert grace_s >= sum(drains_s) + 30  # and it exits in order
+        assert bool(drains_s) == (f"--grace-s={grace_s}" in service.get("command", ()))
         assert own or service["healthcheck"]["test"]
 
 

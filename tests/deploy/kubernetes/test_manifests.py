@@ -166,6 +166,7 @@ def test_grace_period_covers_the_drain_time(overlay: list[Object]) -> None:
         )
         least = int(told.get("drain-s", 0)) + END_S
         assert grace >= least, (name, grace, least)
+        assert "drain-s" not in told or int(told["grace-s"]) == grace, name
 
 
 def test_listen_ports_match_policies_and_services(overlay: list[Object]) -> None:

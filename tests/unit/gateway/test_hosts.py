@@ -8,13 +8,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshrl.common.api.calls.call_permissions import HOST_ROLES, PLANNER_ROLE
-from meshrl.common.api.gateway import Gateway, HostAdmitted, JoinHost
+from meshrl.common.api.gateway import Gateway, HostAdmitted, JoinHost, NoticeReport
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import NotAllowed, NotFound, Refused
 from meshrl.common.base.files import documents
@@ -30,6 +31,7 @@ from meshrl.common.state import events
 from meshrl.common.state.hosts import host_requests
 from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT, SHUTDOWN_NOTICE, PoolRequest
 from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.store.host_notices import UNKNOWN_TIME, HostNotice, read_notices
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.registry import RegistryEntry, evict, register
 from meshrl.directory.directory_paths import MeshPaths
@@ -46,6 +48,7 @@ GONE_S = 0.5
 HEAD = "here"
 OF_MEMBERS: tuple[tuple[Any, Any], ...] = (
     (Gateway.drain, None),
+    (Gateway.notice, NoticeReport("EC2", 7.0, "")),
     (Gateway.back, "h"),
     (Gateway.whereabouts, None),
     (Gateway.leave, None),
@@ -353,14 +356,16 @@ async def test_shutdown_notice_overrides_an_earlier_report(mesh: Mesh) -> None:
         state, RegistryEntry("engine/g1.1", "engine", host="gpu1-aa", incarnation="a"), 600_000
     )
     known = mesh.membership(token)
-    drain = asyncio.create_task(
-        host_drain.drain_host(known, SystemClock(), scaled(60.0), lambda: "")
-    )
+    limit_s = scaled(60.0)
+    drain = asyncio.create_task(host_drain.drain_host(known, SystemClock(), limit_s, lambda: ""))
     async with asyncio.timeout(scaled(60)):
         for _ in range(2):
             while await pool.read_drain_reasons(state) != {"gpu1-aa": SHUTDOWN_NOTICE}:
                 await asyncio.sleep(0.05)
             await pool.set_drain_reason(state, "gpu1-aa", "")
+        announced = (await read_notices(state))["gpu1-aa"]
+        left_s = (announced.preempt_at_s or 0.0) - time.time()
+        assert announced.source == "its stop order" and 0 < left_s <= limit_s
         await evict(state, "engine/g1.1", "a")
         assert await drain
     assert await pool.read_drain_reasons(state) == {"gpu1-aa": SHUTDOWN_NOTICE}, (
@@ -381,27 +386,45 @@ async def test_host_drains_while_there_is_a_preemption_notice(
     task = asyncio.create_task(
         preemption_notices.follow_notices(member, SystemClock(), about, "10.0.0.2")
     )
+    source, at_s = f"the file {notice}", datetime(2126, 11, 30, 12, tzinfo=UTC).timestamp()
     async with asyncio.timeout(scaled(60)):
         for _ in range(2):
-            notice.write_text("2026-11-30T12:00:30Z")
+            notice.write_text("2126-11-30T12:00:00Z")
             while await pool.read_drain_reasons(state) != {"gpu1-aa": SHUTDOWN_NOTICE}:
                 await asyncio.sleep(0.02)
+            assert await read_notices(state) == {"gpu1-aa": HostNotice(source, at_s)}
             await pool.set_drain_reason(state, "gpu1-aa", "")  # a late report of its return
             while await pool.read_drain_reasons(state) != {"gpu1-aa": SHUTDOWN_NOTICE}:
                 await asyncio.sleep(0.02)
             notice.unlink()
             while await pool.read_drain_reasons(state):
                 await asyncio.sleep(0.02)
+            assert await read_notices(state) == {}
         notice.mkdir()  # cannot be read
-        while "failed, again" not in capsys.readouterr().out:
+        while "gpu1-aa" not in (known := await read_notices(state)):
             assert not task.done()
             await asyncio.sleep(0.02)
+        assert known["gpu1-aa"].failure.startswith(f"file:{notice}: IsADirectoryError")
+        assert not known["gpu1-aa"].source and not await pool.read_drain_reasons(state)
+        notice.rmdir()
+        while await read_notices(state):  # it can be read again
+            await asyncio.sleep(0.02)
+        notice.write_text("soon")
+        while (await read_notices(state)) != {"gpu1-aa": HostNotice(source, UNKNOWN_TIME)}:
+            await asyncio.sleep(0.02)
+        notice.unlink()
+        notice.mkdir()  # the notice stays in force while its source cannot be read
+        while not (found := (await read_notices(state))["gpu1-aa"]).failure:
+            await asyncio.sleep(0.02)
+        assert found.source == source and await pool.read_drain_reasons(state)
+        assert "failed, again" in capsys.readouterr().out
         async with connect(mesh.member(token)) as line:
             await line.call(Gateway.leave, None)
         notice.rmdir()
         notice.write_text("")
         await task  # the mesh has removed it
     assert await pool.read_drain_reasons(state) == {"gpu1-aa": HOST_LEFT}
+    assert await read_notices(state) == {}
 
 
 async def test_requested_drain_outlasts_the_hosts_own_drain(mesh: Mesh) -> None:

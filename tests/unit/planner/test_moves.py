@@ -223,6 +223,24 @@ def test_paused_core_leaves_a_draining_host_after_a_checkpoint() -> None:
     assert bench.roles("a") == {} and not bench.snapshot.requests
 
 
+def test_core_without_a_checkpoint_stays_until_its_hosts_end_is_near() -> None:
+    bench = start_pool([2, 2], job())
+    [(worker, _)] = [(w, r) for w, r in bench.roles("job").items() if r == "core"]
+    host = next(w.host for w in bench.snapshot.workers if w.id == worker)
+    bench.drain(host)
+    for left_s, stays in ((None, True), (0.0, True), (60.0, True), (8.0, False)):
+        end_s = left_s and bench.snapshot.now_ms / 1000 + left_s
+        bench.update(
+            workers=tuple(
+                replace(w, preempt_at_s=end_s if w.host == host else None)
+                for w in bench.snapshot.workers
+            )
+        )
+        bench.settle()
+        assert (bench.roles("job").get(worker) == "core") == stays, left_s
+    assert "core" in bench.roles("job").values(), "on the other host"
+
+
 def test_job_returns_the_worker_of_a_waking_core_and_keeps_its_engine() -> None:
     asleep = Instance("g1.0", "a", Role.TRAINING, core=True, tier=Tier.DISK)
     there = (

@@ -33,6 +33,7 @@ from meshrl.common.state.pool.workers.rows import (
     Tier,
     TierBytes,
     WorkerRow,
+    check_price,
 )
 
 INSTANCE_PREFIX, REPORT_PREFIX = "instance:", "report:"  # of field names of a gang's row
@@ -88,7 +89,8 @@ def decode_report(rank: int, row: Mapping[str, Any]) -> InstanceReport:
 
 
 def encode_worker(worker: WorkerRow) -> dict[str, Any]:
-    """Return the fields that a worker publishes when it joins."""
+    """Return the fields that a worker publishes when it joins; ConfigError for an invalid price."""
+    check_price(worker.price)
     details = {name: getattr(worker, name) for name in WORKER_FIELDS}
     return details | {"budget": asdict(worker.budget)}
 
@@ -97,6 +99,7 @@ def decode_worker(row: Mapping[str, Any]) -> WorkerRow:
     """Return the worker of a row."""
     rest = {name: row[name] for name in ("id", "token", "gang", "membership", "revision")}
     typed = {"alive": row.get("alive", True), "budget": TierBytes(**row["details"]["budget"])}
+    typed["preempt_at_s"] = row.get("preempt_at_s")
     return WorkerRow(**{**row["details"], **rest, **typed})
 
 

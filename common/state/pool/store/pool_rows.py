@@ -319,7 +319,13 @@ def _decode_snapshot(answer: dict[str, Any]) -> PoolSnapshot:
     for process in processes:
         by_job.setdefault(process.stats.get("job", ""), []).append(process)
     alive = frozenset(answer["alive"])
-    rows = (decode_worker(row | {"alive": row["id"] in alive}) for row in answer["workers"])
+    ends = {host: row["preempt_at_s"] for host, row in answer.get("notices", {}).items()}
+    rows = (
+        decode_worker(
+            row | {"alive": row["id"] in alive, "preempt_at_s": ends.get(row["details"]["host"])}
+        )
+        for row in answer["workers"]
+    )
     workers = tuple(sorted(rows, key=lambda one: id_sort_key(one.id)))
     kinds = {
         worker.gang: parse_accelerator_kind(worker.accelerator) for worker in workers if worker.gang

@@ -5,9 +5,12 @@ The planner writes desired states, workers report actual states. Neither writes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from meshrl.common.base.errors import ConfigError
 
 
 class Role(StrEnum):
@@ -21,6 +24,17 @@ class Role(StrEnum):
 
 # from those that stay to those that may vanish; the owner of a lent worker may take it back
 MARKETS = ("reserved", "lent", "spot")
+
+
+def check_price(price: float) -> float:
+    """Return the price of an hour of a worker; ConfigError unless it is finite and not negative."""
+    if not 0 <= price < math.inf:
+        raise ConfigError(
+            f"{price:g} is no price of an hour of a worker",
+            where="--price",
+            fix="Set a finite number that is not negative",
+        )
+    return price
 
 
 class Tier(StrEnum):
@@ -74,6 +88,8 @@ class WorkerRow:
     uuid: str = ""  # of its GPU or MIG instance; empty: a CPU slot
     market: str = "reserved"  # one of MARKETS
     price: float = 0.0  # of an hour, in any one currency; 0: that of its market in the settings
+    # announced end of its host, in seconds since 1970, 0: within seconds; None: not announced
+    preempt_at_s: float | None = None
     network: str = ""  # name of its host's network; empty: the head's
     # measured bytes per second of moved tensors, by `source>target` of tiers
     copy_rates: Mapping[str, float] = field(default_factory=dict)

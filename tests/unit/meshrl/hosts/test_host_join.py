@@ -22,6 +22,8 @@ from meshrl.common.mesh.access.access_records import read_records
 from meshrl.common.mesh.access.access_token import AccessToken
 from meshrl.common.state.hosts import credentials
 from meshrl.common.state.hosts.credentials import Credential
+from meshrl.common.state.pool.store.documents import encode_worker
+from meshrl.common.state.pool.workers.rows import WorkerRow
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.launch.checks import address_checks
 from meshrl.launch.hosts import host_join
@@ -97,6 +99,15 @@ def test_head_cannot_join_a_mesh(tmp_path: Path, file: Path) -> None:
     (tmp_path / "mesh/settings.json").write_text("{}")
     with pytest.raises(Exception, match="belongs to the head of another mesh"):
         join_mesh(str(file), tmp_path, HostOffer(), foreground=False)
+
+
+@pytest.mark.parametrize("price", [float("nan"), float("inf"), -0.5])
+def test_impossible_price_is_rejected_where_it_enters(tmp_path: Path, price: float) -> None:
+    with pytest.raises(ConfigError, match="is no price") as caught:
+        join_mesh("-", tmp_path, HostOffer(price=price), foreground=False)
+    assert caught.value.where == "--price"
+    with pytest.raises(ConfigError, match="is no price"):  # nor does a worker publish it
+        encode_worker(WorkerRow("w0", "here", "cpu:0", 1, price=price))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ import httpx
 import pytest
 from aiohttp import web
 
-from meshrl.common.base.errors import ConfigError
-from meshrl.launch.hosts.preemption_notices import PreemptionNotice, parse_notice_source
+from meshrl.common.base.errors import ConfigError, Refused
+from meshrl.common.state.pool.store.host_notices import UNKNOWN_TIME, HostNotice, decode_notice
+from meshrl.launch.hosts.host_drain import limit_drain
+from meshrl.launch.hosts.preemption_notices import parse_notice_source
 
 AT_S = datetime(2026, 11, 30, 12, 0, 30, tzinfo=UTC).timestamp()
 NAME = "gpu-7"
@@ -83,7 +85,7 @@ async def server() -> AsyncIterator[MetadataServer]:
         await runner.cleanup()
 
 
-async def read(source: str) -> PreemptionNotice | None:
+async def read(source: str) -> HostNotice | None:
     async with httpx.AsyncClient(timeout=10.0, trust_env=False) as client:
         return await parse_notice_source(source)(client)
 
@@ -95,13 +97,13 @@ async def test_notice_of_ec2_has_its_action_and_time(
     server.has_tokens = has_tokens
     assert await read(f"ec2={server.url}") is None
     server.action = {"action": "terminate", "time": "2026-11-30T12:00:30Z"}
-    assert await read(f"ec2={server.url}") == PreemptionNotice("EC2 (terminate)", AT_S)
+    assert await read(f"ec2={server.url}") == HostNotice("EC2 (terminate)", AT_S)
 
 
 async def test_notice_of_compute_engine_has_no_time(server: MetadataServer) -> None:
     assert await read(f"gcp={server.url}") is None
     server.preempted = "TRUE"
-    assert await read(f"gcp={server.url}") == PreemptionNotice("Compute Engine")
+    assert await read(f"gcp={server.url}") == HostNotice("Compute Engine", UNKNOWN_TIME)
 
 
 async def test_notice_of_azure_is_for_this_machine(server: MetadataServer) -> None:
@@ -116,22 +118,20 @@ async def test_notice_of_azure_is_for_this_machine(server: MetadataServer) -> No
     server.events = [event, event | {"EventType": "Freeze", "Resources": [NAME]}]
     assert await read(f"azure={server.url}") is None
     server.events.append(event | {"Resources": ["gpu-8", NAME]})
-    assert await read(f"azure={server.url}") == PreemptionNotice("Azure", AT_S)
+    assert await read(f"azure={server.url}") == HostNotice("Azure", AT_S)
     server.events[-1]["NotBefore"] = ""
-    assert await read(f"azure={server.url}") == PreemptionNotice("Azure")
+    assert await read(f"azure={server.url}") == HostNotice("Azure", UNKNOWN_TIME)
 
 
 @pytest.mark.parametrize(
     ("text", "at_s"),
-    [("", None), ("2026-11-30T12:00:30Z\n", AT_S), ("2026-11-30T12:00:30", AT_S), ("soon", None)],
+    [("", 0.0), ("2026-11-30T12:00:30Z\n", AT_S), ("2026-11-30T12:00:30", AT_S), ("soon", 0.0)],
 )
-async def test_file_is_a_notice_while_it_exists(
-    tmp_path: Path, text: str, at_s: float | None
-) -> None:
+async def test_file_is_a_notice_while_it_exists(tmp_path: Path, text: str, at_s: float) -> None:
     path = tmp_path / "notice"
     assert await read(f"file:{path}") is None
     path.write_text(text)
-    assert await read(f"file:{path}") == PreemptionNotice(f"the file {path}", at_s)
+    assert await read(f"file:{path}") == HostNotice(f"the file {path}", at_s)
 
 
 @pytest.mark.parametrize("source", ["", "aws", "file:", "ec2:http://127.0.0.1"])
@@ -148,3 +148,38 @@ async def test_broken_answer_is_no_notice(server: MetadataServer) -> None:
     server.preempted = "MAYBE"
     with pytest.raises(KeyError):
         await read(f"gcp={server.url}")
+
+
+@pytest.mark.parametrize(
+    ("notice", "text"),
+    [
+        (HostNotice(), ""),
+        (HostNotice("EC2 (stop)", 187.4), "preempted in 87 s by EC2 (stop)"),
+        (HostNotice("Azure", UNKNOWN_TIME), "preempted at any moment by Azure"),
+        (HostNotice("Azure", 99.0), "preempted at any moment by Azure"),
+        (HostNotice(failure="gcp: no"), "its preemption notices cannot be read: gcp: no"),
+        (
+            HostNotice("Azure", 101.0, "azure: no"),
+            "preempted in 1 s by Azure; its preemption notices cannot be read: azure: no",
+        ),
+    ],
+)
+def test_notice_is_described_with_the_time_left(notice: HostNotice, text: str) -> None:
+    assert notice.describe(now_s=100.0) == text
+
+
+@pytest.mark.parametrize("at_s", [float("nan"), float("inf"), -1.0])
+def test_notice_with_an_invalid_time_is_rejected(at_s: float) -> None:
+    with pytest.raises(Refused, match="invalid time"):
+        decode_notice({"source": "EC2", "preempt_at_s": at_s, "failure": ""})
+    with pytest.raises(Refused, match="at most 300 characters"):
+        decode_notice({"source": "E" * 301})
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "grace_s", "expected"), [(90, 0, 90), (90, 150, 90), (90, 75, 45), (45, 30, 15)]
+)
+def test_drain_leaves_time_for_an_orderly_stop(
+    drain_s: float, grace_s: float, expected: float
+) -> None:
+    assert limit_drain(drain_s, grace_s) == expected

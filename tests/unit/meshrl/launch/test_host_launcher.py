@@ -199,6 +199,8 @@ def test_missing_settings_have_defaults(file: Path) -> None:
         ("[poll]\nturns = true", "line 1: unknown key poll. Did you mean pool?"),
         ("[pool]\nturns = 1", "line 2: pool.time_slicing must be true or false, not 1"),
         ("[pool]\nmove_s = 0", "line 2: pool.move_timeout_s = 0 must be above 0"),
+        ("[pool]\nspot_price = nan", "line 2: pool.spot_price must be a finite number, not nan"),
+        ("[pool]\nlent_price = inf", "line 2: pool.lent_price must be a finite number, not inf"),
         ("[pool]\nspot_price = -1.0", "line 2: pool.spot_price = -1.0 must be at least 0"),
         ("[zebra]\nx = 1", "unknown key zebra.x. docs/operate/mesh.md lists"),
         ("[pool]\nturns = yes", "line 2, column 9: Invalid value: turns = yes. Put text in quotes"),

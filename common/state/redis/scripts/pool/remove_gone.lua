@@ -30,7 +30,10 @@ for _, host in ipairs(redis.call('ZRANGE', HOSTS, 0, -1)) do
   end
 end
 for host in pairs(read_hash(DRAINING)) do
-  if is_gone('node/' .. host) then redis.call('HDEL', DRAINING, host) end
+  if is_gone('node/' .. host) then
+    redis.call('HDEL', DRAINING, host)
+    redis.call('HDEL', NOTICES, host)
+  end
 end
 local EXITS, removed_exits = MESH .. ':exits', 0
 for name, text in pairs(read_hash(EXITS)) do

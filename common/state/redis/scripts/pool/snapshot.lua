@@ -92,7 +92,9 @@ local function put_object(key)
   put('}')
 end
 
-put(',"draining":', cjson.encode(read_hash(DRAINING)), ',"requests":')
+put(',"draining":', cjson.encode(read_hash(DRAINING)), ',"notices":')
+put_object(NOTICES)
+put(',"requests":')
 put_object(REQUESTS)
 put(',"moves_in_progress":')
 put_object(MOVES)

@@ -7,6 +7,7 @@ local GANGS, GANG = MESH .. ':gangs', MESH .. ':gang:'
 local WORKERS_SNAPSHOT, GANGS_SNAPSHOT = MESH .. ':snapshot:workers', MESH .. ':snapshot:gangs'
 local REQUESTS, MOVES = MESH .. ':requests', MESH .. ':moves'
 local SERVICES, HOSTS, DRAINING = MESH .. ':services:', MESH .. ':hosts', MESH .. ':draining'
+local NOTICES = MESH .. ':notices' -- of preemption, by host
 local PLANNER = MESH .. ':planner' -- {formed, revision, memory, memory_ms}
 
 local function worker_name(id) return 'worker/' .. id end
