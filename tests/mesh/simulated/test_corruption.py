@@ -22,6 +22,8 @@ from meshrl.common.state.events import Event
 from meshrl.common.weights.chunks.chunk_store import ChunkStore
 from meshrl.services.rollout.shard import RolloutShard
 from meshrl.services.rollout.trajectories.trajectory import RestoredGroups
+from meshrl.sim.mesh.faults.invariants import InvariantLimits, check_staleness
+from meshrl.sim.mesh.faults.state_observer import StateObserver
 from meshrl.sim.mesh.job.job_setup import JOB_NAME
 from meshrl.sim.mesh.runtime.virtual_mesh import VirtualMesh, VirtualMeshSize
 from meshrl.sim.virtual_process import VirtualProcess
@@ -99,6 +101,21 @@ async def test_older_checkpoint_replaces_a_corrupt_one(
     damaged = list_fields(recorded, "damaged")[0]
     assert damaged["what"] == "checkpoint" and "step-000-000003" in damaged["then"]
     assert list((world.root / "quarantine/checkpoints").glob("step-000-000006-*"))
+
+
+@pytest.mark.rotating(2)
+@mesh_story(VirtualMeshSize(steps=STEPS, max_staleness=0))
+async def test_strictly_on_policy_step_trains_no_tokens_of_lost_weights(world: VirtualMesh) -> None:
+    observer = StateObserver(world.redis, world.root, JOB_NAME)
+    recorded = await run_with_corruption(world, delete)
+    [back] = list_fields(recorded, "lineage")
+    requeued = [row["group"] for one in list_fields(recorded, "stale") for row in one["groups"]]
+    # Those of step 7, which no checkpoint covered, and of step 8, which were in flight.
+    assert back["version"] == 3 and sorted(requeued) == [18, 19, 20, 21, 22, 23]
+    limits = InvariantLimits(STEPS, max_staleness=0, keep_checkpoints=2)
+    assert list(check_staleness(observer.read_final_state(), limits)) == []
+    metrics = [step["metrics"] for step in list_fields(recorded, "step")]
+    assert {row["staleness_max"] for row in metrics} == {0}
 
 
 @pytest.mark.deep

@@ -43,6 +43,15 @@ def test_no_trajectory_is_lost_under_random_faults(seed: int) -> None:
     assert not outcome.violations, f"{outcome.violations}; again: {plan.replay_command}"
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.rotating(PARTS)
+@pytest.mark.parametrize("seed", range(200, 220))
+def test_steps_are_strictly_on_policy_under_random_faults(seed: int) -> None:
+    plan = MeshPlan(seed, FAULTS, HOURS, pace=PACE, budget=3, staleness=0)
+    outcome = run_plan(plan)
+    assert not outcome.violations, f"{outcome.violations}; again: {plan.replay_command}"
+
+
 @pytest.mark.rotating(2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("workers", "shards", "ranks"), [(4, 2, 1), (3, 1, 2)])
