@@ -50,7 +50,8 @@ def main() -> None:
         found = {mode: accuracy(job, model, mode == "greedy") for mode in ("sampled", "greedy")}
         arms.append({"before": before, "mesh": mesh, "plain": found})
         print_progress(f"seed {seed}: {json.dumps(arms[-1])}")
-    report(compare(arms))
+    figures = compare(arms)
+    report({k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()})
 
 
 def run_mesh(
