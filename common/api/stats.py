@@ -92,6 +92,7 @@ class EngineStats(PauseStats):
     plateau: int = 0  # batch size from which throughput is constant; 0: not measured yet
     backend: str = ""  # description of the backend, for users
     tensor_parallel: int = 1
+    time_sliced: bool = False  # takes time slices with other instances on its workers
     preempted: int = 0  # times that a request lost its cache to older ones
     cache_tokens: int = 0  # tokens that its cache holds; 0: not known, or before the first weights
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
@@ -131,6 +132,8 @@ class RoutingStats(Stats):
     caches: dict[str, int] = field(default_factory=dict)  # fate of the caches that were left behind
     decisions: dict[str, int] = field(default_factory=dict)  # on buckets, by outcome
     buckets: dict[str, int] = field(default_factory=dict)  # of engines, by name
+    handovers: int = 0  # of engines whose seeding window ended while they had requests
+    handover_s: float = 0.0  # of the last one: until the engine had none left
 
 
 @dataclass

@@ -67,6 +67,7 @@ RULES: dict[str, ChangeRule] = {
     "rollout.kv_tokens": CHANGEABLE,
     "rollout.kv_on_update": CHANGEABLE,
     "rollout.shards": _fixed_rule("trajectories in flight are in the ledgers of its shards"),
+    "rollout.seeding": CHANGEABLE,
     "rollout.slots": CHANGEABLE,
     "rollout.max_turns": CHANGEABLE,
     "rollout.sglang_python": CHANGEABLE,

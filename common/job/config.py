@@ -279,6 +279,8 @@ class RolloutConfig(ConfigTable):
     # beside the weights, a size such as "24 GiB", or auto
     kv_memory: CacheMemoryValue = "auto"
     kv_tokens: NonNegativeInteger = 0  # tokens of an engine's cache; 0: as memory allows
+    # auto: engines on the core's workers generate at the start of a step only; off: all the time
+    seeding: Literal["auto", "off"] = "auto"
     shards: PositiveInteger = 1
     slots: PositiveInteger = 64  # sequences in an engine's decode batch
     # maximum length of a trajectory, prompt and tool results included

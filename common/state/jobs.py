@@ -81,6 +81,8 @@ class JobRow:
     blocked_since_ms: int = 0  # since when it is blocked for this reason
     budget_steps: int = 0  # last step; below budget.steps after an early stop. 0: not recorded
     early_stop: int = -1  # version whose evaluation used up evaluation.patience; -1: none
+    # of a step: time until the engines on the core's workers hand over; -1: no limit
+    seed_ms: int = -1
     created_ms: int = 0  # time of its submission: distinguishes it from an earlier job of its name
 
     @property

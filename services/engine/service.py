@@ -196,6 +196,7 @@ class EngineService(KindCallsMixin):
             plateau=self.throughput.plateau_batch,
             backend=steps.backend,
             tensor_parallel=steps.tensor_parallel_size,
+            time_sliced=self.time_slices is not None and self.time_slices.is_enabled,
             preempted=engine.num_preempted,
             cache_tokens=engine.cache_tokens,
             prefill_tokens_per_s=steps.prefill_tokens_per_s,

@@ -30,6 +30,11 @@ from meshrl.services.planner.admission.service_hosts import ServiceHosts
 from meshrl.services.planner.balance.calibration import update_correction
 from meshrl.services.planner.balance.colocation import apply_mode
 from meshrl.services.planner.balance.rebalancing import SimulationBudget, balance_job
+from meshrl.services.planner.balance.seeding import (
+    limit_preemptible,
+    release_surplus,
+    update_seeding,
+)
 from meshrl.services.planner.balance.split_state import SplitState
 from meshrl.services.planner.memory import PlannerMemory
 from meshrl.services.planner.policies import pausing, role_moves
@@ -83,7 +88,10 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
                 snapshot.settings,
             ),
         )
-        for job in order_runnable_jobs(snapshot.jobs, failed)
+        for job in (
+            limit_preemptible(draft, one, memory.seeding.get(one.id))
+            for one in order_runnable_jobs(snapshot.jobs, failed)
+        )
     ]
     remove_instances_of_finished_jobs(draft, jobs)
     expert_choices = {
@@ -108,6 +116,11 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
         )
         for job in sorted(running, key=lambda job: previous_states[job.id].simulated_ms)
     }
+    seeding = {
+        job.id: state
+        for job in jobs
+        if (state := update_seeding(draft, job, memory.seeding.get(job.id))) is not None
+    }
     role_moves.abandon_moves(draft)
     draft.dissolve_empty_gangs()
     place_services(draft, jobs, division, presence, service_hosts)
@@ -121,6 +134,7 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
         cordoned=cordoned & known_workers,
         split_states=split_states,
         entitled=dict(division.workers),
+        seeding=seeding,
         requested_partners=requested,
         expert_splits={
             job_id: expert_state
@@ -235,6 +249,7 @@ def _place_instances(
     evict_misplaced_cores(draft, jobs, division)
     waking_workers = pausing.find_waking_workers(draft, [job for job, _ in running])
     for job, share in running:
+        release_surplus(draft, job)
         shrink_to_share(draft, job, share, "share", waking_workers)
     for job, share in running:
         pausing.wake_core(draft, job, share, division)

@@ -29,6 +29,7 @@ from meshrl.common.state.pool.scheduling.decisions import (
     ReportHostPresence,
     ReportMoveOutcome,
     SetBlockReason,
+    SetSeeding,
 )
 from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
 from meshrl.common.state.pool.store.snapshot_documents import decode_snapshot
@@ -46,6 +47,7 @@ _JSON_KINDS: Mapping[type, str] = {
     MarkWorkerLost: "lose",
     ReportHostPresence: "hostgone",
     SetBlockReason: "admit",
+    SetSeeding: "seed",
     FailJob: "failjob",
     AssignServices: "serve",
     FinishMove: "finish",
@@ -73,6 +75,9 @@ def describe_decision(decision: Decision) -> str:
             return f"mark host {host} present" if back else f"mark host {host} lost"
         case SetBlockReason(job, held):
             return f"block {job}: {held}" if held else f"admit {job}"
+        case SetSeeding(job, seed_ms):
+            until = "all the time" if seed_ms < 0 else f"for {seed_ms / 1000:.3g} s of a step"
+            return f"generate on the core's workers of {job} {until}"
         case FailJob(job, error):
             return f"fail {job}: {error}"
         case AssignServices(host, services):

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshrl.common.base.encoding.json_values import from_json_value, to_json_value
 from meshrl.common.base.errors import BadMessage
+from meshrl.services.planner.balance.seeding import SeedingState, describe_seeding
 from meshrl.services.planner.balance.split_state import SplitState
 from meshrl.services.planner.costs.correction import Correction
 from meshrl.services.planner.policies.expert_split import ExpertSplitState, describe_expert_split
@@ -27,6 +28,7 @@ class PlannerMemory(PoolAbsences):
     entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; displayed to users
     # of jobs whose cores split experts
     expert_splits: Mapping[str, ExpertSplitState] = field(default_factory=dict)
+    seeding: Mapping[str, SeedingState] = field(default_factory=dict)  # of jobs that offload
     # of jobs that a user has placed with another job: that job
     requested_partners: Mapping[str, str] = field(default_factory=dict)
     correction: Correction = field(default_factory=Correction)  # of predicted engine speeds
@@ -36,6 +38,9 @@ class PlannerMemory(PoolAbsences):
         explained = {job: dict(watch.explanation) for job, watch in self.split_states.items()}
         for job, mixture in self.expert_splits.items():
             explained.setdefault(job, {})["expert_split_reason"] = describe_expert_split(mixture)
+        for job, seeding in self.seeding.items():
+            if text := describe_seeding(seeding):
+                explained.setdefault(job, {})["seeding"] = text
         explanations = {job: about for job, about in explained.items() if about}
         found: dict[str, Any] = {"entitled": {}} | to_json_value(self) | {"explained": explanations}
         return found

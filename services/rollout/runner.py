@@ -46,7 +46,7 @@ from meshrl.services.rollout.trajectories.transcript import (
     find_stop_token_ids,
 )
 from meshrl.services.rollout.trajectories.turn_player import TurnPlayer
-from meshrl.services.rollout.work_counters import IN_FLIGHT, ShardWorkCounters, TrajectoryTracer
+from meshrl.services.rollout.work_counters import ShardWorkCounters, TrajectoryTracer
 
 FIRST_EVALUATION_GROUP = 1 << 40  # evaluation groups are numbered from here, and are not recorded
 TOO_LONG_FIX = "Remove rows longer than {}.max_tokens = {}, or raise it"
@@ -114,7 +114,7 @@ class TrajectoryRunner:
         """
         if trajectory.outcome is not None:
             return await self._score(trajectory)
-        with self.work_counters.occupancy.occupy(IN_FLIGHT), self.tracer.trace(trajectory):
+        with self.work_counters.count_flight(), self.tracer.trace(trajectory):
             if self.config.is_supervised:
                 most = self.config.rollout.max_tokens
                 await fill_supervised(trajectory, row, self.environment_pool, most)

@@ -151,6 +151,8 @@ class RolloutShard(Actor):
                 shard.enter_lineage(row.lineage, row.version)
                 self._lineage = row.lineage
             self.mesh.job_clock.set_paused(row.is_paused)
+            seeds = row.phase == Phase.TRAINING and row.seed_ms >= 0
+            shard.runner.router.set_seeding(row.seed_ms / 1000 if seeds else None)
             await shard.poll_engines()
             self._host_drains = await pool.is_draining(self.mesh.state, self.mesh.settings.host)
             training = row.phase == Phase.TRAINING and not row.is_paused

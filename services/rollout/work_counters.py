@@ -19,6 +19,7 @@ from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 # places of `ShardWorkCounters.occupancy`, beside those of an assignment: training trajectories
 IN_FLIGHT = "flight"
+IDLE = "idle"  # no trajectory in flight
 GATE_CLOSED = "shut"  # and the gate, present while it blocks groups despite free capacity
 MAX_LENGTHS, MIN_LENGTHS = (
     512,
@@ -38,6 +39,16 @@ class ShardWorkCounters:
         # (sampled, prompt) of each
         self._latest_lengths: deque[tuple[int, int]] = deque(maxlen=MAX_LENGTHS)
         self._length_summary: LengthQuantiles | None = None  # None: to be computed
+
+    @contextmanager
+    def count_flight(self) -> Iterator[None]:
+        """Count a training trajectory in flight during the block."""
+        try:
+            with self.occupancy.occupy(IN_FLIGHT):
+                self.occupancy.set_count(IDLE, 0)
+                yield
+        finally:
+            self.occupancy.set_count(IDLE, not self.occupancy.read_count(IN_FLIGHT))
 
     def add_trajectory(self, sampled_tokens: int, prompt_tokens: int) -> None:
         """Add a successful training trajectory with its sampled tokens and prompt tokens."""
@@ -72,6 +83,7 @@ class ShardWorkCounters:
             tool_s=flight_s - turn_s,
             shut_s=self.occupancy.read_seconds(GATE_CLOSED),
             prompted=self._prompt_tokens,
+            idle_s=self.occupancy.read_seconds(IDLE),
         )
 
 

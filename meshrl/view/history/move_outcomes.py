@@ -73,5 +73,6 @@ def describe_prediction(prediction: JobPrediction) -> list[str]:
         found.append(
             f"the error of predicted moves is {100 * prediction.median_error:.0f} % (median)"
         )
-    sentences = prediction.verdict, prediction.hybrid_cost, prediction.expert_split_reason
+    splits = prediction.seeding, prediction.expert_split_reason
+    sentences = prediction.verdict, prediction.hybrid_cost, *splits
     return found + [text for text in sentences if text]

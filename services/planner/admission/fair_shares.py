@@ -268,8 +268,7 @@ class _PoolCapacity:
 
     def count_accepted(self, requirements: JobRequirements) -> int:
         """Return the number of free workers of the markets that a job takes, within its limits."""
-        free = self._free_of_market
-        return int(sum(min(free[m], requirements.markets.get_most(m)) for m in MARKETS))
+        return requirements.markets.count_within(self._free_of_market)
 
     def take_workers(self, requirements: JobRequirements, count: int) -> None:
         """Take the workers of a job's minimum: for its core those that stay, else the others."""

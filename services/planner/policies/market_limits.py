@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from meshrl.common.state.pool.demand.requirements import MarketLimits, PlannedJob
-from meshrl.common.state.pool.workers.rows import MARKETS
+from meshrl.common.state.pool.workers.rows import MARKETS, PREEMPTIBLE_MARKETS
 from meshrl.services.planner.pool.draft import PoolDraft
 
 ENGINE_MARKETS = MARKETS[::-1]  # engines leave workers that stay to cores
@@ -27,6 +27,13 @@ def explain_not_taken(draft: PoolDraft, job: PlannedJob, workers: Collection[str
         if counts[market] > limits.get_most(market):
             most = f"pool.workers.most_{market} is {limits.get_most(market)}"
             return f"{job.id} would have {counts[market]} {market} workers, and {most}"
+    vanishing = sum(counts[market] for market in PREEMPTIBLE_MARKETS)
+    adds = any(draft.workers[worker].market in PREEMPTIBLE_MARKETS for worker in workers)
+    if limits.most_preemptible is not None and adds and vanishing > limits.most_preemptible:
+        return (
+            f"{job.id} would have {vanishing} workers that may vanish, and more than "
+            f"{limits.most_preemptible} do not pay"
+        )
     cost = sum(map(settings.get_price, rows))
     if 0 < limits.max_cost_per_hour < cost and not held.issuperset(workers):
         return (

@@ -28,7 +28,7 @@ class PoolDraft:
         self.snapshot = snapshot
         self.decisions: list[Decision] = []
         self.workers = {worker.id: worker for worker in snapshot.workers}
-        self._present_markets = {worker.market for worker in snapshot.workers}
+        self.present_markets = {worker.market for worker in snapshot.workers}
         self.requirements_by_job = {job.id: job.requirements for job in snapshot.jobs}
         self.gangs = {gang.id: gang for gang in snapshot.gangs}
         self.usable_workers = {worker.id for worker in usable}
@@ -76,7 +76,7 @@ class PoolDraft:
         """
         sleepers = ""
         for market in markets:
-            for _, worker in self._free_workers if market in self._present_markets else ():
+            for _, worker in self._free_workers if market in self.present_markets else ():
                 if self.workers[worker].market == market and fits(worker):
                     if not self.placements_by_worker[worker]:
                         return worker

@@ -212,6 +212,9 @@ class Assignment:
         assert self.link is not None
         if not self._router.can_serve(self.link):
             return FinishReason.REJECTED  # lost while a cache was being moved to it
+        if successor := self._router.find_successor(self.link):
+            self.balance_target = successor
+            return FinishReason.ABORTED
         self.state = AssignmentState.RUNNING
         self.trajectory.stopwatch.enter("prefill")
         try:

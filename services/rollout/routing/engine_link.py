@@ -5,7 +5,7 @@ trajectory.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ from meshrl.services.rollout.record.staging import OpenRequest
 from meshrl.services.rollout.routing import load_balancer
 from meshrl.services.rollout.routing.cache_move_policy import MoveCosts
 from meshrl.services.rollout.routing.queue_policy import EngineLoad
+from meshrl.services.rollout.routing.seeding import SeedingEngine
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class EngineLink:
         ] = {}  # assignments with a turn in progress, oldest first
         self.ended_sessions: set[int] = set()  # trajectories whose slots the engine may reuse
         self.host = ""
+        self.takes_slices = False  # it shares workers with a core
+        self.is_closed = False  # its seeding window has ended: it gets no requests
+        self._loaded_at_s = mesh.clock.monotonic()  # of its weights
         self._move_costs = {across: MoveCosts() for across in (False, True)}  # moves to this engine
         self._other_requests: dict[str, int] = {}  # requests of other shards
         self._plateau = 0
@@ -114,12 +118,17 @@ class EngineLink:
             self.name,
             self.max_requests,
             len(self.running_assignments),
-            NO_VERSION if rests else self.version,
+            NO_VERSION if rests or self.is_closed else self.version,
             self.bucket,
             self.slots,
             len(self.assignments),
             sum(self._other_requests.values()),
         )
+
+    @property
+    def seeding(self) -> SeedingEngine:
+        loaded_s = self._mesh.clock.monotonic() - self._loaded_at_s
+        return SeedingEngine(self.name, self.takes_slices, self.version, loaded_s)
 
     @property
     def total_load(self) -> load_balancer.EngineTotalLoad:
@@ -151,7 +160,7 @@ class EngineLink:
         shards = 1 + len(self._other_requests) if self.batch_size < self.slots else 1
         self.max_requests = -(-self.batch_size // shards)
         self._plateau = stats.plateau
-        self.host = snapshot.host
+        self.host, self.takes_slices = snapshot.host, stats.time_sliced
         for costs in self._move_costs.values():
             costs.update_stats(stats)
 
@@ -180,6 +189,8 @@ class EngineLink:
                     flush.loaded_version,
                 )  # a new lineage may begin at an earlier version
                 if weights > self._weights or flush.loaded_version < 0:  # its cache is unknown
+                    if weights != self._weights:
+                        self._loaded_at_s = self._last_flush_s
                     self._weights = weights
                     self._on_version()
                 if len(flush.request_ids):
@@ -259,10 +270,10 @@ class EngineLink:
             return found[::-1][:count]
         return sorted(found, key=lambda s: s.trajectory.length)[:count]
 
-    def abort_request(self, assignment: Assignment) -> None:
-        """Abort the assignment's request; it ends when its last tokens are received."""
-        if assignment.request is not None:
-            self._abort([assignment.request.id])
+    def abort_requests(self, assignments: Iterable[Assignment]) -> None:
+        """Abort the assignments' requests; they end when their last tokens are received."""
+        if found := [one.request.id for one in assignments if one.request is not None]:
+            self._abort(found)
 
     def _abort(self, requests: list[int]) -> None:
         abort = AbortRequests(self._mesh.name, np.array(requests, np.int64))

@@ -1,7 +1,8 @@
 """Router: it sends each turn to an engine, and to another one if that is lost or another is better.
 
-`queue_policy.py` chooses a request's engine, `cmlfq.py` its bucket of engines, and
-`load_balancer.py` the requests that change engines while they wait or run.
+`queue_policy.py` chooses a request's engine, `cmlfq.py` its bucket of engines, `load_balancer.py`
+the requests that change engines while they wait or run, and `seeding.py` the engines that hand all
+of them over.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshrl.common.base.errors import MeshError
 from meshrl.common.base.occupancy import Occupancy
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.services.rollout.record.group_commit import GroupCommit
-from meshrl.services.rollout.routing import load_balancer
+from meshrl.services.rollout.routing import load_balancer, seeding
 from meshrl.services.rollout.routing.assignment import Assignment
 from meshrl.services.rollout.routing.cmlfq import BucketScheduler
 from meshrl.services.rollout.routing.degree_buckets import MeasuredEngine
@@ -72,22 +73,26 @@ class Router:
         self._queue: list[Assignment] = []  # in order
         self._missing_engine_wait = ExitStack()  # the wait published while no engine may serve them
         self._arrivals = 0
+        self._seed_s: float | None = None  # window of engines on the core's workers; None: no limit
+        self._window_task: asyncio.Task[None] | None = None  # waits for the end of a window
+        self._closed_at_s: dict[str, float] = {}  # of engines that still hand requests over
         self._balanced_at_s = self.clock.monotonic()
         self.cache_actions: Counter[str] = Counter()  # by outcome: move, recompute
         self.continued_trajectories = 0  # trajectories moved after a failure of their engine
         self.rebalanced_trajectories = 0  # moves because another engine was better
+        self.handovers, self.handover_s = 0, 0.0  # of closed engines; seconds of the last one
 
     @property
     def capacity(self) -> int:
-        """Slots of all engines together."""
-        return self._slots * len(self.links)
+        """Slots of all open engines together."""
+        return self._slots * len(self._list_open_links())
 
     @property
     def free_requests(self) -> int:
         """Free requests of all engines together, less the queue."""
         room = sum(
             max(0, link.max_requests - len(link.running_assignments))
-            for link in self.links.values()
+            for link in self._list_open_links()
         )
         return room - len(self._queue)
 
@@ -120,6 +125,7 @@ class Router:
             link.bucket, link.batch_size = bucket, min(buckets[bucket].batch_size, self._slots)
             link.update_stats(snapshots[name])
             link.publish_silence()
+        self._update_windows()
         self.dispatch()  # an engine after its back-off may serve again
         self._publish_wait()
         now = self.clock.monotonic()
@@ -129,7 +135,7 @@ class Router:
 
     def _connect(self, name: str) -> None:
         link = EngineLink(
-            self._mesh, name, self._slots, self._group_commit, self._sampling, self.dispatch
+            self._mesh, name, self._slots, self._group_commit, self._sampling, self._on_version
         )
         link.lineage = self._lineage
         self.links[name] = link
@@ -140,6 +146,7 @@ class Router:
     def _on_link_end(self, name: str, task: asyncio.Task[None]) -> None:
         if self._link_tasks.get(name) is task:
             del self.links[name], self._link_tasks[name]
+            self._update_windows()  # without another engine, closed ones open
         error = None if task.cancelled() else task.exception()
         if isinstance(error, MeshError):  # a lost peer: its requests are already moving
             self._mesh.telemetry.log.info("engine", name=name, error=str(error))
@@ -151,6 +158,76 @@ class Router:
         for link in self.links.values():
             link.lineage = lineage
         self.dispatch()
+
+    def _on_version(self) -> None:
+        self._update_windows()
+        self.dispatch()
+
+    # -- seeding -----------------------------------------------------------------------------------
+
+    def set_seeding(self, seed_s: float | None) -> None:
+        """Set the window of engines that share the core's workers, seconds; None: no limit."""
+        if seed_s != self._seed_s:
+            self._seed_s = seed_s
+            self._update_windows()
+
+    def _list_open_links(self) -> list[EngineLink]:
+        return [link for link in self.links.values() if not link.is_closed]
+
+    def _update_windows(self) -> None:
+        """Close the engines whose window has ended, and open the others."""
+        engines = [link.seeding for link in self.links.values()]
+        closed = seeding.list_closed(engines, self._seed_s)
+        for link in self.links.values():
+            if link.name in closed and not link.is_closed and link.running_assignments:
+                self._closed_at_s[link.name] = self.clock.monotonic()
+            link.is_closed = link.name in closed
+        for name in closed:
+            self._hand_over(self.links[name])
+        wait_s = seeding.compute_wait_s(engines, self._seed_s)
+        if self._window_task is not None:
+            self._window_task.cancel()
+            self._window_task = None
+        if wait_s is not None:
+            waiting = self._update_windows_later(wait_s)
+            self._window_task = asyncio.get_running_loop().create_task(waiting, name="seeding")
+
+    async def _update_windows_later(self, wait_s: float) -> None:
+        await self._mesh.clock.sleep(wait_s)
+        self._window_task = None  # this task is not to be cancelled
+        self._update_windows()
+        self.dispatch()
+
+    def _hand_over(self, link: EngineLink) -> None:
+        """Abort an engine's requests; they continue at other engines after their last tokens."""
+        leaving = [
+            stay
+            for stay in link.running_assignments
+            if stay.request is not None and not stay.balance_target
+        ]
+        for stay, target in zip(leaving, self._choose_open(len(leaving)), strict=False):
+            stay.balance_target = target
+        link.abort_requests(stay for stay in leaving if stay.balance_target)
+
+    def _choose_open(self, count: int) -> list[str]:
+        others = [one.total_load for one in self._list_open_links() if one.load.version >= 0]
+        return seeding.choose_targets(count, others)
+
+    def find_successor(self, link: EngineLink) -> str:
+        """Return the engine for a request that has a slot at a closed one; empty: it may stay."""
+        return next(iter(self._choose_open(1)), "") if link.is_closed else ""
+
+    def _record_handovers(self) -> None:
+        for name, closed_at_s in list(self._closed_at_s.items()):
+            link = self.links.get(name)
+            if link is None or not link.is_closed:
+                del self._closed_at_s[name]
+            elif not link.running_assignments:
+                del self._closed_at_s[name]
+                self.handovers += 1
+                self.handover_s = self.clock.monotonic() - closed_at_s
+
+    # -- waits -------------------------------------------------------------------------------------
 
     def _publish_wait(self) -> None:
         """Publish that trajectories wait for an engine with their version. Waiting for capacity is
@@ -210,7 +287,9 @@ class Router:
         self._queue.remove(assignment)
 
     def can_serve(self, link: EngineLink) -> bool:
-        return self.links.get(link.name) is link and link.load.version >= 0
+        """Return True if an engine serves its requests, and its cache can be fetched."""
+        serves = link.load.version >= 0 or (link.is_closed and link.version >= 0)
+        return self.links.get(link.name) is link and serves
 
     def find_target(self, name: str, version: int) -> EngineLink | None:
         link = self.links.get(name)
@@ -218,6 +297,9 @@ class Router:
         return link if fits else None
 
     def dispatch(self) -> None:
+        """Assign queued requests to engines with room."""
+        if self._closed_at_s:
+            self._record_handovers()
         while self._queue and any(link.has_room for link in self.links.values()):
             first = self._queue[:LOOK_AHEAD]
             found = choose_next(
@@ -243,7 +325,8 @@ class Router:
         if len(self.scheduler.buckets) == 1:
             return 0
         version = assignment.trajectory.version
-        usable_buckets = {link.bucket for link in self.links.values() if link.version >= version}
+        links = self._list_open_links()
+        usable_buckets = {link.bucket for link in links if link.version >= version}
         return find_nearest_bucket(assignment.bucket_state.bucket, usable_buckets)
 
     def on_tool_return(self, assignment: Assignment) -> None:
@@ -264,13 +347,13 @@ class Router:
     def _balance(self) -> None:
         """Abort requests at engines that are better served by other engines."""
         for move in load_balancer.plan_rebalance(
-            [link.total_load for link in self.links.values()], min_version=0
+            [link.total_load for link in self._list_open_links()], min_version=0
         ):
             source, target = self.links[move.source], self.links[move.target]
             for stay in source.find_movable(source.compute_share(move.count), move.waiting):
                 if not stay.balance_target and target.version >= stay.trajectory.version:
                     stay.balance_target = move.target
-                    source.abort_request(stay)
+                    source.abort_requests([stay])
 
     @property
     def stats(self) -> RoutingStats:
@@ -280,11 +363,15 @@ class Router:
             caches=dict(self.cache_actions),
             decisions=dict(self.scheduler.outcome_counts),
             buckets={link.name: link.bucket for link in self.links.values()},
+            handovers=self.handovers,
+            handover_s=round(self.handover_s, 4),
         )
 
     async def close(self) -> None:
         self._missing_engine_wait.close()
+        self._seed_s = None
         tasks = list(self._link_tasks.values())
+        tasks += [self._window_task] if self._window_task is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

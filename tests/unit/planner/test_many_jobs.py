@@ -378,8 +378,8 @@ SNAPSHOT = {
 
 
 DECISIONS = [
-    *("form", "dissolve", "place", "remove", "lose", "hostgone", "admit", "failjob", "serve"),
-    *("finish", "decline", "judge"),
+    *("form", "dissolve", "place", "remove", "lose", "hostgone", "admit", "seed", "failjob"),
+    *("serve", "finish", "decline", "judge"),
 ]
 
 

@@ -87,7 +87,9 @@ class TrainingJob:
         job.mesh, job.job = self.mesh, JobData(JOB, job.config, Path(), Path())
         job.held_out = [{"n": 0}]
         job.lineage, job._lineage_start_version, job._group_tasks = -1, 0, {}
-        router = SimpleNamespace(enter_lineage=self.entered.append, assignments={})
+        router = SimpleNamespace(
+            enter_lineage=self.entered.append, assignments={}, set_seeding=lambda seed_s: None
+        )
         job.runner = TrajectoryRunner.__new__(TrajectoryRunner)
         job.runner.work_counters = ShardWorkCounters(Occupancy(self.mesh.clock.monotonic))
         job.runner.router = router  # type: ignore[assignment]

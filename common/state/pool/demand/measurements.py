@@ -35,6 +35,7 @@ class MeasuredWork:
     work_s: float = 0.0  # gradients, summed over the workers of the core and its hybrids
     tokens: float = 0.0  # trained
     prompted: float = 0.0  # by shards: tokens of the prompts of finished trajectories
+    idle_s: float = 0.0  # by shards: wall time without a trajectory in flight
 
     def __add__(self, other: MeasuredWork) -> MeasuredWork:
         return MeasuredWork(*(getattr(self, n) + getattr(other, n) for n in WORK_FIELDS))

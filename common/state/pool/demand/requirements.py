@@ -17,7 +17,7 @@ from meshrl.common.job.isolation.tiers import RUNNER
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.demand.measurements import Measurements
 from meshrl.common.state.pool.demand.role_memory import RoleMemory, derive_role_memory
-from meshrl.common.state.pool.workers.rows import MARKETS, ExpertSplit
+from meshrl.common.state.pool.workers.rows import MARKETS, PREEMPTIBLE_MARKETS, ExpertSplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,16 @@ class MarketLimits:
     most_spot: int = 0  # 0: unlimited
     most_lent: int = 0  # 0: unlimited
     max_cost_per_hour: float = 0.0  # 0: unlimited
+    # of the planner: workers that may vanish, of all such markets together; None: not measured
+    most_preemptible: int | None = None
+
+    def count_within(self, workers_by_market: Mapping[str, int]) -> int:
+        """Return how many of these workers are within the limits on their markets."""
+        found = {m: min(workers_by_market.get(m, 0), self.get_most(m)) for m in MARKETS}
+        vanishing = sum(found[market] for market in PREEMPTIBLE_MARKETS)
+        if self.most_preemptible is not None:
+            vanishing = min(vanishing, self.most_preemptible)
+        return int(found[MARKETS[0]] + vanishing)
 
     def get_most(self, market: str) -> float:
         """Return the maximum number of workers of a market; infinite: unlimited."""
@@ -48,6 +58,7 @@ class JobRequirements:
     expert_split: ExpertSplit | None = None  # the planner's choice; None: none
     expert_split_kinds: tuple[str, ...] = ()  # accelerator kinds of that choice
     needs_rollout: bool = True  # True if the job generates trajectories
+    seeding: bool = True  # True if engines on the core's workers may stop within a step
     can_time_slice: bool = (
         True  # True if its engines can share workers with its core by time slices
     )
@@ -138,6 +149,7 @@ def derive_requirements(document: Mapping[str, Any]) -> JobRequirements:
         attention_ranks=training.get("zebra", {}).get("attention", 0),
         auto_expert_split=training.get("zebra", {}).get("auto", False),
         needs_rollout=_samples_trajectories(document),
+        seeding=rollout.get("seeding", "auto") != "off",
         needs_scoring=any(model["path"] for model in models.values()),
         can_share_scoring=colocate != "never",
         # an engine of several workers uses all of them at once

@@ -99,6 +99,15 @@ class SetBlockReason:
 
 
 @dataclass(frozen=True, slots=True)
+class SetSeeding:
+    """Decision on the time of a step until the engines on a job's core hand over; -1: no limit."""
+
+    job: str
+    seed_ms: int
+    rationale: Rationale
+
+
+@dataclass(frozen=True, slots=True)
 class FailJob:
     """Decision to fail a job that cannot run here, with the reason."""
 
@@ -152,6 +161,7 @@ Decision = (
     | MarkWorkerLost
     | ReportHostPresence
     | SetBlockReason
+    | SetSeeding
     | FailJob
     | AssignServices
     | FinishMove

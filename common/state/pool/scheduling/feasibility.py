@@ -170,8 +170,10 @@ def count_affordable_workers(
 ) -> int:
     """Return the largest number of these workers within the job's limits of markets and cost."""
     limits, counts, cost = requirements.markets, Counter[str](), 0.0
+    if not limits.max_cost_per_hour:
+        return limits.count_within(Counter(worker.market for worker in workers))
     for worker in sorted(workers, key=settings.get_price):
-        if counts[worker.market] < limits.get_most(worker.market):
+        if limits.count_within(counts + Counter([worker.market])) > counts.total():
             cost += settings.get_price(worker)
             if 0 < limits.max_cost_per_hour < cost:
                 break

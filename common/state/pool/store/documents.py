@@ -21,6 +21,7 @@ from meshrl.common.state.pool.scheduling.decisions import (
     ReportHostPresence,
     ReportMoveOutcome,
     SetBlockReason,
+    SetSeeding,
 )
 from meshrl.common.state.pool.scheduling.snapshot import Move
 from meshrl.common.state.pool.workers.rows import (
@@ -49,6 +50,7 @@ DECISION_KINDS: Mapping[type, str] = {
     MarkWorkerLost: "mark_worker_lost",
     ReportHostPresence: "report_host_presence",
     SetBlockReason: "set_block_reason",
+    SetSeeding: "set_seeding",
     FailJob: "fail_job",
     AssignServices: "assign_services",
     FinishMove: "finish_move",

@@ -29,6 +29,7 @@ class JobPrediction:
     verdict: str = ""  # sentence: why no move is made, or which one is
     median_error: float | None = None  # median of |predicted / observed - 1| over judged moves
     expert_split_reason: str = ""  # sentence: how the ranks of its core divide a mixture, and why
+    seeding: str = ""  # sentence: how rollout is divided between the core's workers and others
     hybrid_cost: str = ""  # sentence: the bytes and seconds of a hybrid's gradients
 
 

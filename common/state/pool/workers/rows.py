@@ -24,6 +24,7 @@ class Role(StrEnum):
 
 # from those that stay to those that may vanish; the owner of a lent worker may take it back
 MARKETS = ("reserved", "lent", "spot")
+PREEMPTIBLE_MARKETS = MARKETS[1:]
 
 
 def check_price(price: float) -> float:

@@ -73,6 +73,9 @@ class OneEngine:
     def can_serve(self, link: object) -> bool:
         return True
 
+    def find_successor(self, link: object) -> str:
+        return ""
+
     def find_target(self, name: str, version: int) -> ScriptedLink:
         return self.link
 

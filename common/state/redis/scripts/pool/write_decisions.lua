@@ -60,6 +60,14 @@ local function set_block_reason(decision)
     before = before}), decision.extra)
 end
 
+local function set_seeding(decision)
+  local key = '{' .. decision.job .. '}:job'
+  if redis.call('EXISTS', key) == 0 then return 'there is no job ' .. decision.job end
+  redis.call('HSET', key, 'seed_ms', decision.seed_ms)
+  append_event('seeding', with_rule(decision, {job = decision.job, seed_ms = decision.seed_ms}),
+    decision.extra)
+end
+
 local function fail_job(decision)
   local phase = redis.call('HGET', '{' .. decision.job .. '}:job', 'phase')
   if not phase then return 'there is no job ' .. decision.job end
@@ -104,7 +112,8 @@ local APPLY = {
   form_gang = form_gang, dissolve_gang = dissolve_gang,
   place_instance = place_instance, remove_instance = remove_instance,
   mark_worker_lost = mark_worker_lost, report_host_presence = report_host_presence,
-  set_block_reason = set_block_reason, fail_job = fail_job, assign_services = assign_services,
+  set_block_reason = set_block_reason, set_seeding = set_seeding, fail_job = fail_job,
+  assign_services = assign_services,
   finish_move = finish_move, reject_request = reject_request,
   report_move_outcome = report_move_outcome,
 }
