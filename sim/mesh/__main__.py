@@ -42,6 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--staleness", type=int, default=MAX_STALENESS, help="`max_staleness` of each job"
     )
+    found.add_argument(
+        "--colocated", action="store_true", help="engines on the core's workers, which seed steps"
+    )
     found.add_argument("--log", type=Path, help="file for the log of all events")
     return found
 
@@ -51,6 +54,7 @@ def parse_plan(args: argparse.Namespace) -> MeshPlan:
     return MeshPlan(
         *(args.seed, args.faults, args.hours, *shape, args.pace, args.budget, args.mesh_jobs),
         staleness=args.staleness,
+        colocated=args.colocated,
     )
 
 

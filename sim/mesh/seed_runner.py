@@ -53,6 +53,7 @@ class MeshPlan:
     budget: int = 0  # steps of each job; 0: derived from the time of faults
     jobs: int = 1  # on the mesh
     staleness: int = MAX_STALENESS  # `max_staleness` of each job; 0: strictly on-policy
+    colocated: bool = False  # engines also on the core's workers
 
     @property
     def steps(self) -> int:
@@ -61,7 +62,7 @@ class MeshPlan:
     @property
     def size(self) -> VirtualMeshSize:
         shape = self.workers, self.shards, self.ranks, self.steps, self.jobs
-        return VirtualMeshSize(*shape, max_staleness=self.staleness)
+        return VirtualMeshSize(*shape, max_staleness=self.staleness, colocated=self.colocated)
 
     @property
     def replay_command(self) -> str:
@@ -70,6 +71,7 @@ class MeshPlan:
         words.append(f"--hours {self.hours:g} --pace {self.pace:g} --budget {self.budget}")
         words += [f"--{name} {getattr(self, name)}" for name in ("workers", "shards", "ranks")]
         words.append(f"--mesh-jobs {self.jobs} --staleness {self.staleness}")
+        words += ["--colocated"] * self.colocated
         return " ".join(words)
 
 

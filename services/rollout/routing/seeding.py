@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from meshrl.services.rollout.routing.load_balancer import EngineTotalLoad
 
+PRECISION_S = 0.001  # a shorter sleep may end before the clock has moved
+
 
 @dataclass(frozen=True, slots=True)
 class SeedingEngine:
@@ -35,7 +37,7 @@ def list_closed(engines: Sequence[SeedingEngine], seed_s: float | None) -> set[s
     return {
         e.name
         for e in engines
-        if e.takes_slices and 0 <= e.version <= newest and e.loaded_s >= seed_s
+        if e.takes_slices and 0 <= e.version <= newest and e.loaded_s > seed_s - PRECISION_S
     }
 
 
@@ -44,7 +46,7 @@ def compute_wait_s(engines: Sequence[SeedingEngine], seed_s: float | None) -> fl
     if seed_s is None:
         return None
     left = [seed_s - e.loaded_s for e in engines if e.takes_slices and e.version >= 0]
-    return min((s for s in left if s > 0), default=None)
+    return min((s for s in left if s >= PRECISION_S), default=None)
 
 
 def choose_targets(count: int, engines: Sequence[EngineTotalLoad]) -> list[str]:

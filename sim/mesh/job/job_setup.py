@@ -15,6 +15,7 @@ from meshrl.common.job.config import (
     JobConfig,
     MeshConfig,
     PlannerConfig,
+    PoolConfig,
     RolloutConfig,
     TrackingConfig,
     TrainedModelConfig,
@@ -45,6 +46,7 @@ def build_config(
     name: str = JOB_NAME,
     seed: int = 0,
     max_staleness: int = MAX_STALENESS,
+    colocated: bool = False,
 ) -> JobConfig:
     return JobConfig(
         name=name,
@@ -71,6 +73,7 @@ def build_config(
         evaluation=EvaluationConfig(every=5, problems=2, max_wait_s=60.0),
         budget=BudgetConfig(steps=steps),
         planner=PlannerConfig(interval_s=5.0),
+        pool=PoolConfig(colocate="always" if colocated else "auto"),
         tracking=TrackingConfig(trace=1.0),
     )
 

@@ -143,6 +143,7 @@ class VirtualMeshSize:
     jobs: int = 1
     workload: EmulatedWorkload | None = None  # instead of the default job of fault tests
     max_staleness: int = MAX_STALENESS  # of the default job
+    colocated: bool = False  # the default job's engines are also on the core's workers
 
 
 class VirtualRecorder:
@@ -215,7 +216,7 @@ class VirtualMesh:
             config = (
                 workload.build_config(name, seed)
                 if workload
-                else build_config(*shape, name, seed, size.max_staleness)
+                else build_config(*shape, name, seed, size.max_staleness, size.colocated)
             )
             document = write_job(config, run_dir, workload)
             self.documents[name] = document

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from meshrl.common.base.random import Random
 from meshrl.services.rollout.routing.engine_link import EngineSnapshot
 from meshrl.services.rollout.routing.load_balancer import EngineTotalLoad
 from meshrl.services.rollout.routing.seeding import (
+    PRECISION_S,
     SeedingEngine,
     choose_targets,
     compute_wait_s,
@@ -49,7 +51,11 @@ def test_version_always_has_an_open_engine(
 def test_window_ends_after_the_computed_wait(found: list[SeedingEngine], seed_s: float) -> None:
     wait_s = compute_wait_s(found, seed_s)
     left = [seed_s - e.loaded_s for e in found if e.takes_slices and e.version >= 0]
-    assert wait_s == min((s for s in left if s > 0), default=None)
+    assert wait_s == min((s for s in left if s >= PRECISION_S), default=None)
+    if wait_s is not None:
+        other = SeedingEngine("other", False, 3, 0.0)
+        later = [replace(e, loaded_s=e.loaded_s + wait_s) for e in found]
+        assert list_closed([*later, other], seed_s) > list_closed([*found, other], seed_s)
 
 
 @given(st.integers(0, 40), st.lists(st.integers(0, 8), min_size=1, max_size=5))
