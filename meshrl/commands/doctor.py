@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,16 +18,19 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError, NotFound
 from meshrl.common.hardware.gpus import nccl_environment
 from meshrl.common.job.config import SandboxConfig
 from meshrl.common.job.isolation.runners import RUNSC
 from meshrl.common.mesh.process import container
 from meshrl.common.mesh.process.diagnosis import host_limits
 from meshrl.common.mesh.process.engine_environments import locate_environment
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.directory import directory_paths
 from meshrl.job.checks.host import devices
 from meshrl.kernels import cuda_build, library_build
+from meshrl.launch.checks.scaler_checks import find_scaler_problem
+from meshrl.launch.head.mesh_shape import read_pool_settings
 from meshrl.view.terminal import Console
 
 OK, NOTE, ERROR = "ok", "note", "bad"
@@ -110,6 +115,10 @@ def run_checks() -> Iterator[Finding]:
         yield _check_writable()
     for check in checks:
         yield check()
+    with contextlib.suppress(NotFound):
+        pool = read_pool_settings(directory_paths.find_mesh(None))
+        if pool.scaler.is_on:
+            yield _check_scaler(pool)
 
 
 def _describe_container(kind: str) -> Finding:
@@ -320,6 +329,14 @@ def _check_cuda_kernels() -> Finding:
     found = "; ".join(filter(None, [reason, f"no {', no '.join(missing_tools)} to compile them"]))
     fix = "Install nvcc and ninja, or run `python -m meshrl.kernels FOLDER --cuda` where they are"
     return Finding(NOTE, CUDA_KERNELS, found, f"{fix} and set $MESHRL_NATIVE to the folder")
+
+
+def _check_scaler(pool: PoolSettings) -> Finding:
+    """Return the provider of spot hosts of the mesh in this directory, if it can be used."""
+    if (problem := find_scaler_problem(pool)) is not None:
+        return Finding(ERROR, "scaler", f"pool.scaler.{problem.key} {problem.message}", problem.fix)
+    provider = pool.scaler.kubernetes or shlex.join(pool.scaler.command) or "no provider"
+    return Finding(OK, "scaler", f"{provider}{', dry run' * pool.scaler.dry_run}")
 
 
 def _check_nccl() -> Finding:

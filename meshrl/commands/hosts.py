@@ -18,7 +18,8 @@ from meshrl.directory.directory_paths import MeshPaths, find_mesh
 from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
 from meshrl.view.json_output import to_json_document
 from meshrl.view.live import console_tables, mesh_tables
-from meshrl.view.mesh.host_rows import HostRow, read_hosts
+from meshrl.view.mesh.host_rows import HostRow, build_host_rows, read_hosts
+from meshrl.view.mesh.mesh_snapshot import read_full_snapshot
 
 POLL_S = 0.25
 NO_TIMEOUT_S = 1e8  # the question ends itself
@@ -122,8 +123,11 @@ async def _find_host(state: StateClient, place: MeshPaths, name: str) -> HostRow
 def print_hosts(mesh: Path | None, as_json: bool) -> None:
     """Print the hosts of a mesh."""
     place = find_mesh(mesh)
-    found = query_mesh(place, partial(read_hosts, mesh_paths=place), ANSWER_TIMEOUT_S)
+    snapshot = query_mesh(place, partial(read_full_snapshot, known_jobs=()), ANSWER_TIMEOUT_S)
+    found = build_host_rows(snapshot, place)
     if as_json:
         print(json.dumps(to_json_document(found)))
-    else:
-        console_tables.print_table(mesh_tables.make_hosts_table(found))
+        return
+    console_tables.print_table(mesh_tables.make_hosts_table(found))
+    for lines in mesh_tables.list_scaler_lines(snapshot.scaler):
+        print(*lines, sep="\n", end="\n" * bool(lines))

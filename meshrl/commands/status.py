@@ -66,6 +66,7 @@ def print_status(target: Path | None, mesh: Path | None, as_json: bool) -> None:
             "processes": [asdict(entry) for entry in found.entries],
             **mesh_tables.to_document(found),
             "hosts": to_json_document(hosts),
+            "scaler": asdict(found.scaler) if found.scaler is not None else None,
             "slices": sum_live_slices(found),
             "ended": [exit_reports.to_document(end) for end in found.last_exits],
         }
@@ -81,12 +82,16 @@ def print_status(target: Path | None, mesh: Path | None, as_json: bool) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if len(hosts) > 1:
         console.print(tables[3])
+    scaler_lines, scaler_errors = mesh_tables.list_scaler_lines(found.scaler)
+    for line in scaler_lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(tables[1], tables[2])
     problems = [f"{row.id} failed: {row.error}" for row in found.jobs if row.error]
     problems += [*mesh_tables.format_exits(found), *mesh_tables.list_copy_errors(found.entries)]
     problems += [
         *mesh_tables.list_quota_errors(found.entries),
         *gpu_status.list_gpu_problems(found),
+        *scaler_errors,
     ]
     for line in problems:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)

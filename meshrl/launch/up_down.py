@@ -28,6 +28,7 @@ from meshrl.job.checks.host import devices
 from meshrl.job.toml import reader
 from meshrl.launch import root_program, shutdown
 from meshrl.launch.checks import address_checks, budget_checks, redis_checks
+from meshrl.launch.checks.scaler_checks import find_scaler_problem
 from meshrl.launch.console import log_printer
 from meshrl.launch.directory_lock import DirectoryLocked
 from meshrl.launch.foreground import set_current_mesh
@@ -67,7 +68,10 @@ def read_mesh_file(path: Path) -> MeshFile:
 
     for notice in MESH_SCHEMA.describe_old_keys(document):
         print(f"{path}: {notice}", file=sys.stderr)
-    return MESH_SCHEMA.validate(document, fail)
+    found = MESH_SCHEMA.validate(document, fail)
+    if (problem := find_scaler_problem(found.pool)) is not None:
+        raise fail(f"pool.scaler.{problem.key}", problem.message, problem.fix)
+    return found
 
 
 LOCAL_GATEWAY = "tcp://127.0.0.1:*"  # the gateway of a mesh of one host
@@ -111,6 +115,12 @@ def up(root: Path | None, requested: MeshShape, options: UpOptions) -> int:
     mesh_file = read_mesh_file(options.config_file) if options.config_file is not None else None
     shape = replace(shape, workers=_check_startable(shape))
     pool = mesh_file.pool if mesh_file is not None else make_default_pool(shape.workers)
+    if pool.scaler.is_on and not (shape.listen or pool.scaler.dry_run):
+        raise ConfigError(
+            "spot hosts cannot join this head",
+            where="pool.scaler",
+            fix="Add --listen HOST:LOW-HIGH, or set pool.scaler.dry_run",
+        )
     if find_root_pid(place):
         raise DirectoryLocked(
             f"a mesh already runs in {place.root}",

@@ -58,6 +58,7 @@ from meshrl.services.planner.policies.placement import (
     shrink_to_share,
 )
 from meshrl.services.planner.policies.pool_requests import answer_requests
+from meshrl.services.planner.policies.scaling import plan_scaling
 from meshrl.services.planner.policies.service_placement import place_services
 from meshrl.services.planner.policies.sharing_requests import answer_sharing_requests
 from meshrl.services.planner.pool.draft import PoolDraft
@@ -143,6 +144,11 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
         },
         correction=update_correction(
             memory.correction, draft, jobs, memory.split_states, split_states
+        ),
+        scaling=plan_scaling(
+            draft,
+            {job.id: job.requirements.markets.most_preemptible for job in jobs},
+            memory.scaling,
         ),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshrl.common.base.encoding.json_values import from_json_value, to_json_value
 from meshrl.common.base.errors import BadMessage
+from meshrl.common.state.pool.store.spot_scaling import ScalingPlan
 from meshrl.services.planner.balance.seeding import SeedingState, describe_seeding
 from meshrl.services.planner.balance.split_state import SplitState
 from meshrl.services.planner.costs.correction import Correction
@@ -32,6 +33,7 @@ class PlannerMemory(PoolAbsences):
     # of jobs that a user has placed with another job: that job
     requested_partners: Mapping[str, str] = field(default_factory=dict)
     correction: Correction = field(default_factory=Correction)  # of predicted engine speeds
+    scaling: ScalingPlan | None = None  # of the spot hosts, which the launcher reads
 
     def encode(self) -> dict[str, Any]:
         """Encode the memory for JSON, with the explanations of jobs and shares for users."""

@@ -284,7 +284,7 @@ _ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
         | _EVENTS
         | _mesh(
             reads="token epoch planner settings services:* worker:* draining notices exits readers"
-            " jobs jobs:deleted jobs:in_store jobs:paused trimmed",
+            " jobs jobs:deleted jobs:in_store jobs:paused trimmed scaler",
             both="probe",
         )
         | _job(reads="op:delete_job:* evaluations"),

@@ -48,6 +48,7 @@ from meshrl.launch.redis.mesh_redis import MeshRedis
 from meshrl.launch.redis.redis_configuration import RedisAddresses
 from meshrl.launch.root_process import RootProcess
 from meshrl.launch.root_program import run_root_program
+from meshrl.launch.scaler.spot_scaler import create_scaler
 from meshrl.launch.services import service_plan
 from meshrl.launch.services.service_supervisor import GRACE_S, RESTART_BUDGET
 
@@ -104,6 +105,11 @@ class Launcher(RootProcess):
                 await self._redis.finish_restore()
             await write_settings(self.state, self.pool)
             await self._profiles.restore(self.state)
+            scaler = await create_scaler(self.state, self.clock, self.pool.scaler, self.mesh_paths)
+            if scaler is not None:
+                scaling = asyncio.create_task(scaler.run(), name="scale spot hosts")
+                self._services.watch_task(scaling, "scale spot hosts")
+                self._tasks.append(scaling)
             if self._head_network is not None:
                 about = partial(describe_mesh, self._redis.addresses, self.settings)
                 who = self._redis, about, self.pool.forget_after_s, self.settings.host
@@ -365,6 +371,8 @@ async def _run_until_stopped(
 if __name__ == "__main__":
     run_root_program(
         "meshrl.launch.head.launcher",
-        lambda a: serve_mesh(a.root, MeshShape(**a.shape), PoolSettings(**a.pool), a.health),
+        lambda a: serve_mesh(
+            a.root, MeshShape(**a.shape), PoolSettings.from_document(a.pool), a.health
+        ),
         *("--shape", "--pool"),
     )

@@ -60,7 +60,7 @@ def read_pool_settings(mesh_paths: MeshPaths) -> PoolSettings:
     """Return the pool settings of the mesh's last start."""
     path = mesh_paths.directory / POOL_FILE
     try:
-        return PoolSettings(**rename_keys(read_json(path), _OLD_POOL_KEYS))
+        return PoolSettings.from_document(rename_keys(read_json(path), _OLD_POOL_KEYS))
     except FileNotFoundError:
         return PoolSettings()
     except (CorruptData, TypeError) as error:

@@ -20,6 +20,7 @@ ALERT_KINDS = {
     "process_ended",
     "worker_gave_up",
     "host_lost",
+    "scaler_failed",
     "unrecorded",
     "storage_full",
     "history_lost",
@@ -36,6 +37,8 @@ ALERT_KINDS = {
 EVENT_TEXTS = {
     "lost": "worker {worker} is lost: {reason}",
     "host_back": "host {host} is back",
+    "scaled": "the provider is to run {hosts} spot hosts",
+    "scaler_failed": "scaling to {hosts} spot hosts failed, again in {retry_s:g} s: {error}",
     "worker_gave_up": "{name} exits repeatedly: {why}",
     "unrecorded": "the run is not recorded: {why}",
     "durable_failed": "the durable copy, from which another head can resume, failed: {error}",

@@ -13,6 +13,7 @@ from rich.text import Text
 from meshrl.common.state.jobs import JobRow, Phase
 from meshrl.common.state.pool.scheduling.host_services import ALL_SERVICES
 from meshrl.common.state.pool.store.planner_reports import MoveOutcome
+from meshrl.common.state.pool.store.spot_scaling import ScalerReport
 from meshrl.common.state.pool.workers.rows import MARKETS, Role
 from meshrl.common.state.registry import RegistryEntry
 from meshrl.view.history.blocked_jobs import find_block_reason
@@ -72,6 +73,22 @@ def list_shared_gangs(mesh: MeshSnapshot) -> list[str]:
             names = [f"{one.job} (by request)" if one.pinned else one.job for one in cores]
             lines.append(f"{gang.id} is shared by time slices: {', '.join(sorted(names))}")
     return lines
+
+
+def list_scaler_lines(report: ScalerReport | None) -> tuple[list[str], list[str]]:
+    """Return lines on the provider of spot hosts, and its errors; none without a scaler."""
+    if report is None:
+        return [], []
+    dry = "dry run, nothing is requested: " if report.dry_run else ""
+    line = f"spot hosts: {dry}{report.present} up, {report.hosts} requested ({report.reason})"
+    if report.release:
+        line += f"; given back: {', '.join(report.release)}"
+    if not report.error:
+        return [line], []
+    at = datetime.fromtimestamp(report.retry_ms / 1000).strftime("%H:%M:%S")
+    return [line], [
+        f"the scaler of spot hosts failed {report.failures} times, again at {at}: {report.error}"
+    ]
 
 
 def format_state(block_reason: str, phase: str, phase_text: str) -> Text:

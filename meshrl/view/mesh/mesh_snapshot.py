@@ -15,6 +15,7 @@ from meshrl.common.state.pool.scheduling.snapshot import Move
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.store.host_notices import HostNotice, read_notices
 from meshrl.common.state.pool.store.planner_reports import JobPrediction, decode_predictions
+from meshrl.common.state.pool.store.spot_scaling import ScalerReport, read_scaler_report
 from meshrl.common.state.pool.workers.rows import Gang, Instance, WorkerRow
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.common.state.redis.client import StateClient, read_server_time_ms
@@ -48,6 +49,7 @@ class MeshSnapshot:
     last_exits: Sequence[LastExit] = ()
     services: tuple[tuple[str, str], ...] = ()  # (host, shard or sandbox that it is to run)
     drain_reasons: Mapping[str, str] = field(default_factory=dict)  # host -> why
+    scaler: ScalerReport | None = None  # None: the mesh has none
 
     @property
     def stats(self) -> dict[str, dict[str, Any]]:
@@ -129,6 +131,7 @@ async def read_full_snapshot(
         last_exits=await exit_reports.read_last_exits(state),
         services=tuple(await pool.read_all_services(state)),
         drain_reasons=await pool.read_drain_reasons(state),
+        scaler=await read_scaler_report(state),
     )
 
 

@@ -226,7 +226,7 @@ async def write_settings(state: StateClient, settings: PoolSettings) -> int:
 async def read_settings(state: StateClient) -> PoolSettings:
     """Return the settings of the running mesh; the defaults before it runs."""
     text = await state.run_command("GET", f"{MESH_PREFIX}:settings")
-    return PoolSettings(**json.loads(text)["pool"]) if text else PoolSettings()
+    return PoolSettings.from_document(json.loads(text)["pool"]) if text else PoolSettings()
 
 
 # -- the leader ------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def _decode_snapshot(answer: dict[str, Any]) -> PoolSnapshot:
         requests=tuple(sorted(requests, key=lambda one: (one.requested_ms, one.op))),
         moves=tuple(Move(id, **row) for id, row in sorted(answer["moves_in_progress"].items())),
         evictable_services=frozenset(p.name for p in processes if p.stats.get("safe_to_evict")),
-        settings=PoolSettings(**settings.get("pool", {})),
+        settings=PoolSettings.from_document(settings.get("pool", {})),
         gangs_formed=answer["formed"],
         up_since_ms=settings.get("up_since_ms", 0),
     )

@@ -44,7 +44,7 @@ async def check_job_is_feasible(
     if not workers:
         return
     row = json.loads(await state.run_command("GET", SETTINGS_KEY) or "{}")
-    settings = PoolSettings(**row.get("pool", {}))
+    settings = PoolSettings.from_document(row.get("pool", {}))
     if reason := explain_infeasible(requirements, workers, settings):
         raise Refused(reason, fix=find_memory_fix(document, workers, settings) if document else "")
 

@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from meshrl.common.job.constraints import (
     ConfigTable,
+    NonNegativeInteger,
     NonNegativeNumber,
     PositiveInteger,
     PositiveNumber,
 )
 from meshrl.common.state.pool.workers.rows import WorkerRow
+
+
+@dataclass(frozen=True)
+class ScalerSettings(ConfigTable):
+    """Provider of spot workers, and limits of what the planner asks it for."""
+
+    command: list[str] = field(default_factory=list)  # program that scales; empty: none
+    kubernetes: str = ""  # NAMESPACE/deployment/NAME or NAMESPACE/statefulset/NAME; empty: none
+    most: NonNegativeInteger = 0  # spot workers at most
+    workers_per_host: PositiveInteger = 1  # of a host that the provider starts
+    max_cost_per_hour: NonNegativeNumber = 0.0  # of all spot workers; 0: unlimited
+    # a host without instances that no job wants is given back after this time
+    release_after_s: NonNegativeNumber = 300.0
+    timeout_s: PositiveNumber = 60.0  # time limit of a request to the provider
+    dry_run: bool = False  # True: requests are displayed and not sent
+
+    @property
+    def is_on(self) -> bool:
+        """True if the planner computes how many spot workers the jobs want."""
+        return bool(self.command or self.kubernetes or self.dry_run)
+
+    @property
+    def most_hosts(self) -> int:
+        """Hosts that the provider may start at most."""
+        return self.most // self.workers_per_host
 
 
 @dataclass(frozen=True)
@@ -36,6 +63,15 @@ class PoolSettings(ConfigTable):
     reserved_price: NonNegativeNumber = 0.0
     spot_price: NonNegativeNumber = 0.0
     lent_price: NonNegativeNumber = 0.0
+    scaler: ScalerSettings = field(default_factory=ScalerSettings)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> PoolSettings:
+        """Return the settings that `dataclasses.asdict` has made a document of.
+
+        Raises TypeError for unknown keys.
+        """
+        return cls(**{**document, "scaler": ScalerSettings(**document.get("scaler", {}))})
 
     def get_price(self, worker: WorkerRow) -> float:
         """Return the price of an hour of a worker: its own, or that of its market; 0: unknown."""

@@ -1,0 +1,1 @@
+"""Requests to the provider of spot hosts. Open `spot_scaler.py` first."""
