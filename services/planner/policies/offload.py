@@ -50,9 +50,9 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class EnginePrices:
-    """Cost of an hour of the workers that a job has anyway, and of one engine that may vanish.
+    """Hourly cost of the workers that a job has anyway, and hourly price of one engine elsewhere.
 
-    0: unknown, so that further engines always pay.
+    With an unknown one (0) further engines always pay.
     """
 
     reserved_cost: float = 0.0
