@@ -174,9 +174,8 @@ def _read_prices(draft: PoolDraft, job: PlannedJob, team: JobInstances) -> Engin
         for row in draft.workers.values()
         if row.market in PREEMPTIBLE_MARKETS and row.market in job.requirements.markets.accepted
     ]
-    prices = [settings.get_price(row) for row in vanish or offered]
-    reserved_cost = sum(map(settings.get_price, stay))
-    return EnginePrices(reserved_cost, fmean(prices) if prices else 0.0)
+    prices = [settings.get_price(row) for row in vanish or offered] or [settings.spot_price]
+    return EnginePrices(sum(map(settings.get_price, stay)), fmean(prices))
 
 
 def _write_seed_ms(
