@@ -48,8 +48,9 @@ def test_no_trajectory_is_lost_under_random_faults(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(200, 220))
 def test_steps_are_strictly_on_policy_under_random_faults(seed: int) -> None:
     seeds_steps = seed % 2 == 1  # engines on the core's workers, too
-    shape = {"workers": 3, "colocated": True, "budget": 4} if seeds_steps else {"budget": 3}
-    plan = MeshPlan(seed, FAULTS, HOURS, pace=PACE, staleness=0, **shape)
+    plan = MeshPlan(seed, FAULTS, HOURS, pace=PACE, budget=3, staleness=0)
+    if seeds_steps:
+        plan = replace(plan, workers=3, colocated=True, budget=4)
     outcome = run_plan(plan)
     assert not outcome.violations, f"{outcome.violations}; again: {plan.replay_command}"
 
