@@ -7,6 +7,7 @@ Usage:
     python -m loadtests.chaos examples/calculator.toml --faults kill,stop,damage,full --seed 1
     python -m loadtests.chaos examples/calculator.toml --jobs 2 --faults kill,stop --count 12
     python -m loadtests.chaos examples/calculator.toml --jobs 2 --shared --count 12
+    python -m loadtests.chaos examples/calculator.toml --spot 3 --count 12
 
 Every few seconds one process gets SIGKILL, or SIGSTOP and, once its lease has expired, SIGCONT:
 services, planners, workers, role processes, environment processes, the agent, Redis, the fork
@@ -21,6 +22,10 @@ one of N. The accelerator holds any of their instances, but not two cores, so th
 were hit; `common_pause_s`: one that serves all jobs was hit, such as their worker, and none of the
 job's own. `shared` is 0, and so is `ok`, if a job had no time slices on a gang of another, or if
 nothing moved.
+
+With `--spot N` spot workers on N hosts of their own join the mesh, and the faults are bursts: some
+of these hosts, often all, get SIGKILL at once, without or after a notice in a file; or such a
+notice is withdrawn. Others join after each burst.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import sys
 from pathlib import Path
 
 from loadtests.chaos.faults import run
+from loadtests.chaos.markets import run_markets
 from loadtests.chaos.several_jobs import run_several
 from loadtests.measuring.entry import options, report
 
@@ -42,15 +48,22 @@ def main() -> None:
         seed=1,
         out=(Path, "run directory; default: a temporary one"),
         jobs=(1, "of different seeds, on one mesh"),
-        workers=(0, "of the mesh of several jobs; 0: 2 for each, or 1 with --shared"),
+        workers=(
+            0,
+            "of the mesh of several jobs; 0: 2 for each, or 1 with --shared; 2 with --spot",
+        ),
         shared=(False, "all jobs on one gang"),
+        spot=(0, "spot workers, which vanish in bursts"),
     )
     parser.add_argument("job", type=Path)
     parser.add_argument("--set", action="append", help="KEY=VALUE of the job")
     arguments = parser.parse_args()
     if arguments.shared and arguments.jobs < 2:
         parser.error("--shared needs --jobs 2 or more")
-    answer = asyncio.run((run_several if arguments.jobs > 1 else run)(arguments))
+    if arguments.spot and arguments.jobs > 1:
+        parser.error("--spot runs one job at a time")
+    several = run_several if arguments.jobs > 1 else run
+    answer = asyncio.run((run_markets if arguments.spot else several)(arguments))
     report(answer)
     sys.exit(0 if answer["ok"] else 1)
 

@@ -118,15 +118,15 @@ async def _run_once(
     names = [f"job{first + number}" for number in range(arguments.jobs)]
     for number, name in enumerate(names):
         changes = [f"seed={number}", *(arguments.set or [])]
-        await _submit(mesh, arguments.job, name, changes)
+        await submit(mesh, arguments.job, name, changes)
         # On one worker they share it anyway, as no other is left.
         if number and arguments.shared and workers > 1:
             print_progress(await place_beside(mesh, name, names[0]))
-    ended = await asyncio.gather(*(_await_summary(mesh, name) for name in names))
+    ended = await asyncio.gather(*(await_summary(mesh, name) for name in names))
     return dict(zip((mesh.root / name for name in names), ended, strict=True))
 
 
-async def _submit(mesh: RunningMesh, job: Path, name: str, changes: list[str]) -> None:
+async def submit(mesh: RunningMesh, job: Path, name: str, changes: list[str]) -> None:
     """Submit a job and retry while Redis is unreachable; an already accepted job is no error."""
     words = [f"name={name}", f"out={mesh.root / name}", *changes]
     while True:
@@ -142,7 +142,7 @@ async def _submit(mesh: RunningMesh, job: Path, name: str, changes: list[str]) -
         await asyncio.sleep(AGAIN_S)
 
 
-async def _await_summary(mesh: RunningMesh, name: str) -> dict[str, Any]:
+async def await_summary(mesh: RunningMesh, name: str) -> dict[str, Any]:
     path = mesh.root / name / "summary.json"
     while True:
         with contextlib.suppress(MeshError):  # Redis is away, or starts

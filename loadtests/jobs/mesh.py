@@ -198,14 +198,20 @@ class RunningMesh:
 
 
 @contextlib.asynccontextmanager
-async def mesh_up(folder: Path, workers: int, **pool_settings: Any) -> AsyncIterator[RunningMesh]:
-    """Provide a mesh of `workers` workers below `folder`, until the end of the block."""
+async def mesh_up(
+    folder: Path, workers: int, *words: str, **pool_settings: Any
+) -> AsyncIterator[RunningMesh]:
+    """Provide a mesh of `workers` workers below `folder`, until the end of the block.
+
+    `words`: further arguments of `meshrl up`.
+    """
     root = folder / "mesh-root"
     root.mkdir(parents=True)
     lines = [f"{key} = {json.dumps(value)}" for key, value in pool_settings.items()]
     config = folder / "mesh.toml"
     config.write_text("\n".join(["[pool]", *lines, ""]))
-    await meshrl("up", "--root", str(root), "--workers", str(workers), "--config", str(config))
+    options = ("--root", str(root), "--workers", str(workers), "--config", str(config))
+    await meshrl("up", *options, *words)
     place = MeshPaths(root)
     try:
         async with opened(place.redis_url, CONNECT_S) as state, Client(root) as client:

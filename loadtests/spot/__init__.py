@@ -1,0 +1,1 @@
+"""Training with spot workers that come and go, with real kills. Open `arms.py` first."""
