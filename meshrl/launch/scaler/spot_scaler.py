@@ -109,7 +109,7 @@ class SpotScaler:
         self._requested = _read_request(self._file)
         self._released: frozenset[str] = frozenset()  # named in a request that succeeded
         self._retry = RetryTimer(RETRY_S, MAX_RETRY_S)
-        self._repeat = RetryTimer(REPEAT_S, MAX_REPEAT_S)
+        self._repeat = RetryTimer(REPEAT_S, MAX_REPEAT_S, next_s=clock.monotonic() + REPEAT_S)
         self._error, self._retry_at_s = "", 0.0
         self._report: ScalerReport | None = None
 
@@ -170,10 +170,8 @@ class SpotScaler:
         if self._retry.tries or hosts != self._requested or not self._released.issuperset(empty):
             return True
         if plan.present == hosts:
-            self._repeat.reset()
+            self._repeat.tries = 0  # a host that is lost later is requested at once
             return False
-        if not self._repeat.tries:  # since now
-            self._repeat.delay(now_s)
         return now_s >= self._repeat.next_s
 
     async def _send(self, hosts: int, release: Mapping[str, str]) -> None:

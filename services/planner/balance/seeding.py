@@ -93,7 +93,8 @@ def update_seeding(
 ) -> SeedingState | None:
     """Measure the job's steps, and decide on its seeding time; None if it has no such engines."""
     state, team = state or SeedingState(), draft.get_instances(job.id)
-    accepted = draft.present_markets.intersection(job.requirements.markets.accepted)
+    offered = draft.present_markets | ({"spot"} if draft.snapshot.settings.scaler.is_on else set())
+    accepted = offered.intersection(job.requirements.markets.accepted)
     may_hold = not accepted.isdisjoint(PREEMPTIBLE_MARKETS)
     is_running = job.phase == Phase.TRAINING and not job.block_reason and team.core is not None
     if not job.requirements.needs_rollout or not (may_hold or team.time_sliced_engines):

@@ -233,6 +233,13 @@ def test_plan_is_stored_and_survives_a_leader_and_an_outage() -> None:
     assert again.memory.scaling is not None and again.memory.scaling.hosts == 1
 
 
+def test_bound_of_a_job_is_kept_while_the_provider_runs_no_host() -> None:
+    for settings_of_pool, is_kept in ((make_settings(), True), (PoolSettings(), False)):
+        bench = PlannerBench(pool([2], job(), settings=settings_of_pool))
+        bench.settle()
+        assert ("job" in bench.memory.seeding) == is_kept
+
+
 def test_snapshot_with_a_scaler_is_encoded() -> None:
     snapshot = pool([1], settings=make_settings())
     assert decode_snapshot(encode_snapshot(snapshot)) == snapshot
