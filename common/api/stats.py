@@ -84,6 +84,7 @@ class EngineStats(PauseStats):
 
     ready: bool = True
     version: int = -1
+    leaving: bool = False  # it accepts no requests, and its running ones leave
     tokens: int = 0  # generated
     busy_s: float = 0.0
     running: int = 0

@@ -41,6 +41,7 @@ from meshrl.common.mesh.runtime.retry_policy import RetryPolicy
 from meshrl.services.engine.engine_kinds import ENGINE_KINDS, SLICE_KINDS, EngineKinds
 from meshrl.services.engine.kv.cache_moves import CacheMoves
 from meshrl.services.engine.kv.chunk_files import NAME_BYTES
+from meshrl.services.engine.kv.departure import Departure, read_call_time_s
 from meshrl.services.engine.kv.host_cache import HostCache
 from meshrl.services.engine.measurement.curve import CurveFit
 from meshrl.services.engine.measurement.throughput import ContextLengths, Throughput
@@ -54,6 +55,7 @@ FLUSH_STEPS = 8
 FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends
 DRAIN_TIMEOUT_S = 3.0  # to send the last tokens
 DRAIN_POLL_S = 0.01
+DRAIN_RESERVE_S = 5.0  # of the drain call's time, for everything but caches that leave
 LOOK_UP_TIMEOUT_S = 4.0  # to look up chunks on the host's tiers for another host
 LOAD_RETRY_S = 1.0  # until tensors that could not be loaded in a time slice are tried again
 OFFLOAD_TIMEOUT_S = 1.0  # to offload caches for the host's other engines
@@ -94,7 +96,7 @@ class EngineService(KindCallsMixin):
         self.shard_streams = ShardStreams(mesh.name, lambda: self.weights.lineage_and_version)
         parts = self.commands, self.shard_streams, self.pauses
         self.weights = EngineWeights(mesh, engine, *parts, time_slices)
-        self.draining = False
+        self.draining = self.is_leaving = False  # leaving: requests still run
         self._flushed_step = 0
         self._flushed_at_s = 0.0
         between = partial(self.commands.run_between_steps, needs_slice=True)
@@ -186,7 +188,8 @@ class EngineService(KindCallsMixin):
             curve = replace(curve, max_tokens_per_s=self.throughput.max_tokens_per_s)
         return EngineStats(
             **self.pauses.stats.encode(),
-            ready=not self.draining,
+            ready=not self.draining or self.is_leaving,
+            leaving=self.is_leaving,
             version=self.weights.version,
             tokens=engine.tokens_generated,
             busy_s=steps.busy_s,
@@ -404,8 +407,14 @@ class EngineService(KindCallsMixin):
 
     @call(Engine.drain)
     async def drain(self, request: str) -> None:
-        """Accept no more requests; end running ones as aborted, with all their tokens delivered."""
+        """Accept no more requests; end running ones as aborted, with all their tokens delivered.
+
+        With time until the call's deadline, caches leave with their requests first.
+        """
         self.draining = True
+        leave_s = read_call_time_s(self.mesh.clock) - DRAIN_RESERVE_S
+        if leave_s > 0 and self.engine.cache_bytes_per_token:
+            await self._move_requests_away(leave_s)
         ids = self.shard_streams.open_requests
         self.commands.enqueue(lambda: self.engine.abort(ids))
         async with self.mesh.clock.timeout(DRAIN_TIMEOUT_S, "sending the last tokens"):
@@ -419,3 +428,17 @@ class EngineService(KindCallsMixin):
                 )
                 flush = partial(kv.writer.flush, OFFLOAD_TIMEOUT_S / 2)
                 await self.mesh.host.run_blocking(flush, deadline_s=OFFLOAD_TIMEOUT_S)
+
+    async def _move_requests_away(self, limit_s: float) -> None:
+        self.is_leaving = True
+        try:
+            await Departure(
+                self.mesh.clock,
+                self.cache_moves,
+                self.engine.cache_bytes_per_token,
+                lambda: self.steps.prefill_tokens_per_s,
+                self.context_lengths.list_requests,
+                lambda ids: self.commands.enqueue(lambda: self.engine.abort(ids)),
+            ).run(limit_s)
+        finally:
+            self.is_leaving = False

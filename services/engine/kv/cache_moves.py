@@ -87,11 +87,28 @@ class CacheMoves:
         self._move_slots = asyncio.Semaphore(MAX_CONCURRENT_MOVES)
         self._transfer_rate = TransferRate()
         self.received_tokens = self.received_bytes = 0  # tokens and bytes that arrived in time
+        self.exporting = set[int]()  # sessions that other engines fetch now
+        self.on_exported: Callable[[int], None] = lambda session: None  # called at each end
+        self.export_rate = TransferRate()  # to other engines
 
     # -- the source ------------------------------------------------------------------------------
 
     async def stream_frames(self, request: ExportCache) -> AsyncGenerator[CacheFrame, None]:
         """Yield the frames of an idle session's cache; none if the engine has nothing to send."""
+        began_s, sent_bytes = self._mesh.clock.monotonic(), 0
+        self.exporting.add(request.session)
+        try:
+            async with aclosing(self._read_frames(request)) as frames:
+                async for frame in frames:
+                    yield frame
+                    sent_bytes += len(frame.content)
+        finally:
+            self.exporting.discard(request.session)
+            self.on_exported(request.session)
+            if sent_bytes:
+                self.export_rate.add(sent_bytes, self._mesh.clock.monotonic() - began_s)
+
+    async def _read_frames(self, request: ExportCache) -> AsyncGenerator[CacheFrame, None]:
         look = partial(self._describe_cache, request.session)
         head = await self._run_between_steps(
             look, "the engine's lookup of a cache", BETWEEN_STEPS_TIMEOUT_S

@@ -75,6 +75,7 @@ class ContextLengths:
 
     def __init__(self) -> None:
         self._lengths: dict[int, int] = {}  # tokens by request
+        self._sessions: dict[int, int] = {}  # by request
         self.total_tokens = 0  # of all requests
 
     def add_requests(self, requests: Sequence[GenerationRequest]) -> None:
@@ -82,6 +83,7 @@ class ContextLengths:
         for request in requests:
             if request.id not in self._lengths:
                 self._lengths[request.id] = len(request.tokens)
+                self._sessions[request.id] = request.session
                 self.total_tokens += len(request.tokens)
 
     def add_flush(self, flush: EngineOutput) -> None:
@@ -93,6 +95,12 @@ class ContextLengths:
                 self.total_tokens += count
         for id in flush.ids[np.asarray(flush.finish_reasons) != FinishReason.RUNNING].tolist():
             self.total_tokens -= lengths.pop(id, 0)
+            self._sessions.pop(id, None)
+
+    def list_requests(self) -> dict[int, tuple[int, int]]:
+        """Return session and tokens of each request. Safe to call on another thread."""
+        lengths = dict(self._lengths)
+        return {id: (s, lengths[id]) for id, s in dict(self._sessions).items() if id in lengths}
 
     @property
     def mean_tokens(self) -> float:

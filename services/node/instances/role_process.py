@@ -46,6 +46,7 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.mesh.transport.address import read_key_text
 from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
+from meshrl.common.state.pool.store.host_notices import read_notice
 from meshrl.common.state.pool.workers.rows import InstancePhase, Tier, TierBytes
 from meshrl.services.node.instances.accelerator_room import AcceleratorRoom, UncountedRoom
 from meshrl.services.node.instances.budgets import Budgets, OverBudget
@@ -67,6 +68,8 @@ ENVIRONMENT = {
 RESTART_BUDGET = (8, 60.0)
 DRAIN_S = 5.0
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
+UNKNOWN_END_S = 20.0  # until a host's announced end without a time: clouds give 30 s
+MAX_LEAVE_S = 120.0
 WORKER_STOP_S = 1.0  # for both, when the whole worker stops
 DELETE_TIMEOUT_S = 30.0  # to delete files of some 100 GB
 TRY_AGAIN_S = 30.0  # after the restart budget is exhausted
@@ -341,7 +344,7 @@ class RoleProcess(SupervisorHooks):
         """Drain the process for up to DRAIN_S, then end it with SIGTERM, and SIGKILL after GRACE_S.
 
         A process that is not ready is not drained. With `worker_stops` both limits are
-        WORKER_STOP_S.
+        WORKER_STOP_S. The announced end of the host extends the drain by the time until then.
         """
         if worker_stops:
             self._exit_reports.stop()
@@ -352,7 +355,9 @@ class RoleProcess(SupervisorHooks):
             tier_task.cancel()
             await asyncio.wait([tier_task])
         if was_ready and self.name in self.supervisor.children:
-            ref, deadline_s = self._mesh.ref(self.name), WORKER_STOP_S if worker_stops else DRAIN_S
+            ref, deadline_s = self._mesh.ref(self.name), WORKER_STOP_S
+            if not worker_stops:
+                deadline_s = DRAIN_S + await self._read_leave_s()
             try:
                 await ref.call(RoleControl.drain, reason, deadline_s=deadline_s)
             except MeshError as error:  # it ends all the same: ledgers have all its work
@@ -361,6 +366,20 @@ class RoleProcess(SupervisorHooks):
             await self.supervisor.remove(self.name, WORKER_STOP_S if worker_stops else GRACE_S)
         self._context.budgets.record_exit(self.name)
         self._enter_phase(InstancePhase.GONE, "")
+
+    async def _read_leave_s(self) -> float:
+        """Return the seconds in which the process's work may leave the host; 0: its end is not
+        announced.
+        """
+        mesh = self._mesh
+        try:
+            end_s = (await read_notice(mesh.state, mesh.settings.host)).preempt_at_s
+        except (StateUnavailable, DeadlineExceeded):
+            return 0.0
+        if end_s is None:
+            return 0.0
+        left_s = end_s - mesh.clock.wall() if end_s else UNKNOWN_END_S
+        return min(MAX_LEAVE_S, max(0.0, left_s - DRAIN_S - GRACE_S))
 
     async def kill(self, deadline_s: float) -> None:
         """Kill the process with SIGKILL, and return when it is dead; the supervisor restarts it.

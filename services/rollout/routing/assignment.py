@@ -188,7 +188,7 @@ class Assignment:
         assert link is not None
         if source is link:
             self.cache_source = None
-        elif source is not None and self._router.can_serve(source):
+        elif source is not None and source.version >= 0:  # it may serve nothing more
             choice = link.get_move_costs(source).choose_action(self.trajectory.length)
             self._router.cache_actions[choice.action] += 1
             if choice.action == "move":

@@ -90,6 +90,7 @@ class EngineLink:
         self._other_requests: dict[str, int] = {}  # requests of other shards
         self._plateau = 0
         self._backoff_until_s = 0.0
+        self._is_leaving = False  # its host is about to end: it only sends caches
         self._mesh, self._group_commit, self._sampling = mesh, group_commit, sampling
         self._on_version = on_version  # called when its weights are newer
         self._ref: ActorRef = mesh.ref(name)
@@ -118,7 +119,7 @@ class EngineLink:
             self.name,
             self.max_requests,
             len(self.running_assignments),
-            NO_VERSION if rests or self.is_closed else self.version,
+            NO_VERSION if rests or self.is_closed or self._is_leaving else self.version,
             self.bucket,
             self.slots,
             len(self.assignments),
@@ -159,7 +160,7 @@ class EngineLink:
         # The engine's queue handles its own slots; a smaller batch is the shards' limit.
         shards = 1 + len(self._other_requests) if self.batch_size < self.slots else 1
         self.max_requests = -(-self.batch_size // shards)
-        self._plateau = stats.plateau
+        self._plateau, self._is_leaving = stats.plateau, stats.leaving
         self.host, self.takes_slices = snapshot.host, stats.time_sliced
         for costs in self._move_costs.values():
             costs.update_stats(stats)

@@ -124,6 +124,7 @@ class Bench:
                     EngineStats(
                         requests=service.shard_streams.request_counts,
                         plateau=self.plateau,
+                        leaving=service.is_leaving,
                         cache_bytes_per_token=service.engine.cache_bytes_per_token,
                         tensor_parallel=self.degrees.get(name, 1),
                     ),
