@@ -20,8 +20,8 @@ from meshrl.common.base.errors import MeshError
 from meshrl.common.state import jobs
 
 RESERVED = 2  # workers, by default
-KINDS = ("kill", "notice", "withdrawn")  # of bursts: without notice, after one, and no end at all
-WEIGHTS = (5, 4, 3)
+# kinds of each twelve bursts: without notice, after one, and a notice without an end
+KINDS = ("kill",) * 5 + ("notice",) * 4 + ("withdrawn",) * 3
 ALL_SHARE = 1 / 3  # of the bursts: they hit all spot workers
 WITHDRAWN_S = 120.0  # until the announced end of a notice that is withdrawn
 POLL_S = 0.5
@@ -63,13 +63,14 @@ async def _make_bursts(
     mesh: RunningMesh, spot: SpotHosts, report: Report, arguments: argparse.Namespace
 ) -> None:
     """Make the bursts while jobs train; vanished hosts are replaced after each."""
-    random = spot.random
+    random, kinds = spot.random, list[str]()
     while len(report.faults) < arguments.count:
         await _await_training(mesh)
         await asyncio.sleep(random.uniform(*GAP_S))
         if not await _is_training(mesh):
             continue
-        (kind,) = random.choices(KINDS, WEIGHTS)
+        kinds = kinds or random.sample(KINDS, len(KINDS))
+        kind = kinds.pop()
         most = len(spot.running)
         count = most if random.random() < ALL_SHARE else random.randint(1, most)
         victims = random.sample(spot.running, count)

@@ -58,7 +58,6 @@ class SpotPlan:
             log_sigma=constant_drift(0.4),
             engine_speed="1000/8/100000",
             bin_tokens=MAX_TOKENS + 2,
-            allows_moves=False,
         )
         decode_ms = 1000 * self.rollout_s / predict_rollout_s(job)
         job = EmulatedWorkload(**vars(job) | {"engine_speed": f"{decode_ms:.3f}/8/100000"})
@@ -87,18 +86,21 @@ class MeshObservation:
 
     def describe_join(self, host: SpotHost) -> LateJoin:
         """Return the times until a host's first token."""
-        token_s = self.first_token_s.get(host.name)
+        join_s, token_s = host.joined_s - host.requested_s, self.first_token_s.get(host.name)
         if token_s is None:
-            return LateJoin(None, None)
+            return LateJoin(round(join_s, 2), None, None)
         started_s = self.started_s[host.name]
-        return LateJoin(round(token_s - host.requested_s, 2), round(token_s - started_s, 2))
+        return LateJoin(
+            round(join_s, 2), round(token_s - host.requested_s, 2), round(token_s - started_s, 2)
+        )
 
     def _add_engine(self, entry: registry.RegistryEntry) -> None:
         if not entry.alive:
             return
         now_s = time.time()
         self.started_s.setdefault(entry.host, now_s)
-        self.running.setdefault(entry.host, {})[entry.name] = int(entry.stats.get("running") or 0)
+        held = entry.stats.get("running", 0) + entry.stats.get("waiting", 0)
+        self.running.setdefault(entry.host, {})[entry.name] = int(held)
         if entry.stats.get("tokens"):
             self.first_token_s.setdefault(entry.host, now_s)
 
@@ -113,6 +115,7 @@ class MeshObservation:
 class LateJoin:
     """Seconds of a host that joined during training until its first token; None: none came."""
 
+    join_s: float  # of the command
     from_join_s: float | None
     from_engine_s: float | None
 

@@ -27,6 +27,7 @@ def compare(arms: Sequence[SpotArm]) -> dict[str, Any]:
         "tokens_redone_share": round(trace.tokens_redone / sampled, 5) if trace else None,
         **describe_spread("first_token_s", [one.from_join_s for one in late]),
         **describe_spread("engine_first_token_s", [one.from_engine_s for one in late]),
+        **describe_spread("join_s", [one.join_s for one in late]),
         "late_joiners": len(late),
         "handover_s": max(handovers, default=None),
         "handover_s_median": round(median(handovers), 4) if handovers else None,

@@ -33,6 +33,7 @@ class SpotHost:
     root: Path
     notice: Path  # its preemption notice, while the file exists
     requested_s: float  # its command began
+    joined_s: float = 0.0
     name: str = ""  # in the mesh; empty: it has not joined yet
     is_leaving: bool = False
     killed_s: float = 0.0  # 0: it was not killed
@@ -98,6 +99,7 @@ class SpotHosts:
         ]
         words += ["--price", str(self._price), "--notice", f"file:{notice}"]
         await meshrl("join", *words, "--no-standby", "--ephemeral")
+        host.joined_s = time.time()
         host.name = MeshSettings.from_file(MeshPaths(root).settings).host
 
     async def vanish(self, host: SpotHost, has_notice: bool) -> None:

@@ -54,11 +54,12 @@ def test_figures_compare_the_trace_with_other_arms() -> None:
         handovers_s=[0.1, 0.3],
         kills=2,
         unsent=4,
-        joined=[LateJoin(8.0, 2.0), LateJoin(None, None)],
+        joined=[LateJoin(4.0, 8.0, 2.0), LateJoin(5.0, None, None)],
     )
     found = compare([ARM, trace])
     assert (found["ratio_reserved"], found["ratio_always"]) == (2.0, None)
     assert (found["first_token_s_median"], found["late_joiners"]) == (8.0, 2)
+    assert found["join_s_max"] == 5.0
     assert (found["handover_s"], found["handovers"]) == (0.3, 2)
     assert found["valid"] == 1
 
