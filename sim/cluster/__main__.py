@@ -33,16 +33,18 @@ from meshrl.sim.cluster.model.cluster import SimCluster
 from meshrl.sim.cluster.model.job import SimJob
 from meshrl.sim.cluster.sources.recorded_run import read_run, write_scenario
 from meshrl.sim.cluster.sources.scenario import Scenario, read_arms
+from meshrl.sim.cluster.spot_figures import build_spot_charts, compute_spot_figures
 from meshrl.view.report import charts, png
 from meshrl.view.report.charts import Figure, Series
 from meshrl.view.report.report_page import STYLE
 
 
-def write_figures(title: str, table: str, arms: Mapping[str, SimCluster], out: Path) -> list[Path]:
+def write_figures(
+    title: str, table: str, found: Sequence[tuple[Figure, str]], out: Path
+) -> list[Path]:
     """Write `index.html` and PNG files into a directory; raise NotFound without matplotlib."""
     png.require_matplotlib()
     out.mkdir(parents=True, exist_ok=True)
-    found = build_figures(arms)
     body = "".join(
         f"<h2>{escape(one.title)}</h2>{charts.draw_line_chart(one.series, label)}"
         for one, label in found
@@ -164,7 +166,7 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
             if one.best_settings:
                 print(f"{name}: {one.best_settings}")
             for job in one.cluster.jobs.values():
-                if not job.training.is_finished:
+                if not (job.training.is_finished or one.cluster.has_availability):
                     spec, until_s = job.spec, one.cluster.event_queue.now_s
                     why = one.cluster.get_block_reason(spec.name) or f"until_s is {until_s:.0f}"
                     progress = f"{spec.name} completed {job.training.version} of {spec.steps} steps"
@@ -172,9 +174,11 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
         scenario = next(iter(next(iter(arms.values())).scenarios.values()))
         for source in scenario.sources:
             print(f"- {source}")
+        spot = compute_spot_figures(results, scenario)
         if args.out is not None:
             clusters = {name: one.cluster for name, one in results.items()}
-            for drawn in write_figures(scenario.title or path.stem, table, clusters, args.out):
+            found = build_figures(clusters) if not spot else build_spot_charts(results)
+            for drawn in write_figures(scenario.title or path.stem, table, found, args.out):
                 print(drawn)
         several = scenario.seeds > 1 and not args.what_if
         ratios_of = _run_seeds(path, args.set, scenario, known) if several else {}
@@ -203,6 +207,7 @@ def _simulate(args: argparse.Namespace, folder: Path) -> int:
             | compute_ratios(figures, papers, ratios)
             | medians
             | run_figures
+            | spot
             | total
         )
     )

@@ -4,6 +4,7 @@ keeps the best.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -50,7 +51,8 @@ def run_arm(arm: Arm, base: Path, finished_clusters: dict[str, SimCluster]) -> A
                 f"{arm.table.name}: {chosen}: {_compute_step_s(cluster):.4g} s/step",
                 file=sys.stderr,
             )
-        if found is None or _compute_step_s(cluster) < _compute_step_s(found[1]):
+        measure = _compute_token_cost if arm.table.cheapest else _compute_step_s
+        if found is None or measure(cluster) < measure(found[1]):
             found = chosen, cluster
     assert found is not None
     chosen, cluster = found
@@ -83,6 +85,12 @@ def _compute_step_s(cluster: SimCluster) -> float:
     """Compute the seconds of a step, of all jobs together."""
     every = [compute_figures(cluster, job) for job in cluster.jobs.values()]
     return sum(one.step_s if one.steps else cluster.event_queue.now_s for one in every)
+
+
+def _compute_token_cost(cluster: SimCluster) -> float:
+    """Compute the cost of a trained token of the first job; infinite without prices or steps."""
+    first = compute_figures(cluster, next(iter(cluster.jobs.values())))
+    return 1 / first.trained_per_cost if first.trained_per_cost else math.inf
 
 
 def _read_step_ends(arm: str, cluster: SimCluster) -> list[float]:

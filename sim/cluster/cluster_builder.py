@@ -26,6 +26,11 @@ from meshrl.services.planner.costs.rollout_costs import EngineGang
 from meshrl.services.planner.forecast.engine_curves import get_curve as degree_curve
 from meshrl.services.planner.layouts.layout_nodes import LayoutNode
 from meshrl.sim.cluster.layout_search import LayoutQuery, search_layout, search_training_layout
+from meshrl.sim.cluster.model.availability import (
+    Availability,
+    draw_availability,
+    read_availability,
+)
 from meshrl.sim.cluster.model.cluster import SimCluster, SimHosts
 from meshrl.sim.cluster.model.job import MAX_TRAJECTORY_TOKENS, JobSpec
 from meshrl.sim.cluster.model.speeds import EmulatedSpeed, MeasuredSpeed, ModelSpeed, SimSpeed
@@ -71,7 +76,29 @@ def build_cluster(scenario: Scenario, base: Path) -> SimCluster:
                 f"host {one.host} does not exist: the scenario has {count} hosts",
                 where="[[failures]] host",
             )
-    return SimCluster(hosts, jobs, scenario.switches, scenario.pool, scenario.failures)
+    availability = {
+        n: _find_availability(one.availability, scenario, base)
+        for n, one in enumerate(hosts)
+        if one.availability
+    }
+    return SimCluster(
+        hosts,
+        jobs,
+        scenario.switches,
+        scenario.pool,
+        scenario.failures,
+        any(one.offload.use for one in scenario.jobs),
+        availability,
+        scenario.planner_interval_s,
+    )
+
+
+def _find_availability(name: str, scenario: Scenario, base: Path) -> Availability:
+    """Return the segment of a name, or the contents of a CSV file."""
+    for segment in scenario.segments:
+        if segment.name == name:
+            return draw_availability(segment)
+    return read_availability(base / name)
 
 
 def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) -> JobSpec:
@@ -146,12 +173,14 @@ def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) 
             share=job.share,
             allows_hybrids=job.helped and job.tensor * job.pipeline == 1,
             tensor_parallel=allowed,
-            can_time_slice=allowed[0] == 1,
+            can_time_slice=allowed[0] == 1 or job.offload.use,
+            colocate="always" if job.offload.use else "auto",
         ),
         planner=job.planner,
         emulated_engine=job.emulate,
         emulated_training=job.emulate_training,
         pull_s=job.pull_s,
+        offload=job.offload,
         get_arrival_s=_weights_arrival(job, shape),
         shape=shape,
         max_trajectory_tokens=job.workload.longest or MAX_TRAJECTORY_TOKENS,
@@ -300,7 +329,14 @@ def _build_workload(table: WorkloadTable, group_size: int, seed: int, base: Path
     )
     if not table.answers:
         return LogNormalWorkload(
-            seed, table.turns, median, sigma, tool_s, table.prompt, 1.0, longest
+            seed,
+            table.turns,
+            median,
+            sigma,
+            tool_s,
+            table.prompt,
+            max_tokens=longest,
+            group_share=table.group_share,
         )
     answers = [
         ToolAnswer((a.tool, a.size, a.status), a.weight, a.seconds, a.tokens, a.ends, a.scale)

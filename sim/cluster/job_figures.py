@@ -25,6 +25,9 @@ class JobFigures:
     moves: int
     paid: int  # moves that the planner judged as paid
     judged: int  # judged moves
+    cost: float = 0.0  # until its last step, of all workers
+    spot_workers: float = 0.0  # mean number of workers in use that may vanish
+    trained_per_cost: float = 0.0  # tokens, if prices are known
 
 
 def compute_figures(cluster: SimCluster, job: SimJob) -> JobFigures:
@@ -32,20 +35,25 @@ def compute_figures(cluster: SimCluster, job: SimJob) -> JobFigures:
     began_s = job.training_started_s or 0.0
     rl_s = step_ends_s[-1] - began_s if step_ends_s else cluster.event_queue.now_s - began_s
     steps_s = [b - a for a, b in pairwise([began_s, *step_ends_s])]
+    trained = training.step_tokens[-1] if training.step_tokens else 0.0
     name, over_s = job.spec.name, max(rl_s, 1e-9)
     busy = [e.busy_s / max(e.uptime_s, 1e-9) for e in job.engines]
+    cost, spot_workers = cluster.compute_cost(began_s + rl_s)
     judged = [one for one in cluster.judged_moves if one.job == name]
     return JobFigures(
         steps=training.version,
         rl_s=rl_s,
         step_s=mean(steps_s) if steps_s else 0.0,
         sampled_per_s=job.sampled_tokens / over_s,
-        trained_per_s=training.work.tokens / over_s,
+        trained_per_s=trained / over_s,
         engines_busy=mean(busy) if busy else 0.0,
         requeued=training.requeued_trajectories,
         moves=sum(one.job == name for one in cluster.moves),
         paid=sum(bool(one.details["paid"]) for one in judged),
         judged=len(judged),
+        cost=cost,
+        spot_workers=spot_workers,
+        trained_per_cost=trained / cost if cost else 0.0,
     )
 
 

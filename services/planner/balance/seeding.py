@@ -121,7 +121,7 @@ def update_seeding(
     if window is not None and window.is_long_enough(1):
         figures = _build_figures(job, team, state, window)
         offload = update_offload(state.offload, figures, remote, _read_prices(draft, job, team))
-        state = _bound_remote(state, offload)
+        state = bound_remote(state, offload)
         state = replace(state, offload=offload, window_start=totals, remote_ms=0.0, seeding_ms=0.0)
     else:
         figures = None
@@ -133,7 +133,7 @@ def update_seeding(
     )
 
 
-def _bound_remote(state: SeedingState, offload: OffloadState) -> SeedingState:
+def bound_remote(state: SeedingState, offload: OffloadState) -> SeedingState:
     """Return the state with more engines at once, and with fewer after some confirmations."""
     current, found = state.most_remote, offload.most_remote
     if current is None or found is None or found >= current:

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field, replace
 
 DAMPING = 3.0  # of the changes of `seed_s` by an imbalance; the source's released code has 3
 MAX_STEP_SHARE = 1.0  # longest `seed_s`, as a share of a step
+BALANCED_SHARE = 0.3  # of the idle time of engines elsewhere: the trainer's in a balanced step
+SETTLED_SHARE = 0.1  # largest change of a seeding time that is remembered, as a share of a step
 LOWEST_REMOTE = 1  # engines that a job tries before its steps are measured
 ROUNDING = 1e-9  # of quotients
 # Until it is measured. The source pays with a discount above 30 %, so an engine elsewhere does 0.7
@@ -71,6 +73,8 @@ class OffloadState:
     remote: int = 0  # present number
     work_s: float = 0.0  # rollout of the latest steps with engines elsewhere, in engine seconds
     efficiency: float = EFFICIENCY  # see the module
+    training_s: float = 0.0  # gradients of the latest steps
+    seeding: int = 0  # engines on the core's workers
 
 
 def update_offload(
@@ -87,12 +91,17 @@ def update_offload(
     """
     if figures.step_s <= 0:
         return state
-    seed_s = _compute_seed_s(state.seed_s, figures)
+    seed_s = _compute_seed_s(state, figures)
     known = dict(state.known_seed_s)
     if abs(figures.remote - remote) < 0.5:
-        known[str(remote)] = seed_s
+        is_settled = abs(seed_s - (state.seed_s or 0.0)) <= SETTLED_SHARE * figures.step_s
+        if is_settled or str(remote) in known:
+            known[str(remote)] = seed_s
     elif remembers:
-        seed_s = known.get(str(remote), seed_s)
+        seed_s = known.get(str(remote)) or _scale_seed_s(
+            seed_s, figures.training_s, figures.seeding, figures.remote, remote
+        )
+        seed_s = min(seed_s, MAX_STEP_SHARE * figures.step_s)
     work_s, efficiency = _estimate_work_s(state.seed_s, figures), state.efficiency
     if not figures.remote and figures.seeding:
         if state.work_s:
@@ -106,6 +115,8 @@ def update_offload(
         remote=remote,
         work_s=work_s,
         efficiency=efficiency,
+        training_s=figures.training_s,
+        seeding=figures.seeding,
     )
 
 
@@ -113,27 +124,54 @@ def set_remote(state: OffloadState, remote: int) -> OffloadState:
     """Return the state of a changed number of engines elsewhere, before a step with it ends."""
     if state.seed_s is None or remote == state.remote:
         return state
-    seed_s = state.known_seed_s.get(str(remote), state.seed_s)
+    known_s = state.known_seed_s.get(str(remote))
+    seed_s = (
+        _scale_seed_s(state.seed_s, state.training_s, state.seeding, state.remote, remote)
+        if known_s is None
+        else known_s
+    )
     return replace(state, seed_s=seed_s, remote=remote)
 
 
-def _compute_seed_s(seed_s: float | None, figures: StepFigures) -> float:
+def _scale_seed_s(
+    seed_s: float, training_s: float, seeding: int, before: float, remote: int
+) -> float:
+    """Return the seeding time that balances the same rollout with another number of engines."""
+    if not before or not remote:
+        return seed_s
+    work_s = seed_s * (seeding + before) + before * training_s
+    return max(0.0, (work_s - remote * training_s) / (seeding + remote))
+
+
+def _compute_seed_s(state: OffloadState, figures: StepFigures) -> float:
     """Return `seed_s` after measured steps.
 
     The first value balances the step by the measured work. An imbalance then changes it by a third.
     A second of seeding removes s / n seconds from each engine elsewhere, so with few of these the
     change is smaller: it would overshoot otherwise.
     """
+    seed_s = state.seed_s
     if not figures.remote:
         return figures.step_s if seed_s is None else seed_s
     if seed_s is None:
-        work_s = (figures.remote + figures.seeding) * figures.remote_s
+        work_s = state.efficiency * (figures.remote + figures.seeding) * figures.remote_s
         left_s = work_s - figures.remote * figures.training_s
         seed_s = left_s / (figures.seeding + figures.remote)
     else:
         damping = max(DAMPING, (figures.seeding + figures.remote) / figures.remote)
-        seed_s += (figures.trainer_idle_s - figures.remote_idle_s) / damping
+        seed_s += _compute_imbalance_s(figures) / damping
     return min(max(seed_s, 0.0), MAX_STEP_SHARE * figures.step_s)
+
+
+def _compute_imbalance_s(figures: StepFigures) -> float:
+    """Return the seconds by which the trainer idles more than it should; negative: less.
+
+    A balanced step leaves the engines elsewhere idle for longer than the trainer: no seeding time
+    removes the gradients of the groups that end last, while the trainer's idle time does shrink.
+    """
+    trainer_s, remote_s = figures.trainer_idle_s, figures.remote_idle_s
+    over_s = trainer_s - BALANCED_SHARE * remote_s
+    return over_s if over_s > 0 else over_s / BALANCED_SHARE
 
 
 def _estimate_work_s(seed_s: float | None, figures: StepFigures) -> float:

@@ -7,9 +7,10 @@ balancer of `services/rollout/routing`. The same cluster has the same run, to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.constraints import (
@@ -32,6 +33,8 @@ from meshrl.common.state.pool.workers.rows import Instance, Role, Tier, WorkerRo
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.services.planner.decision import decide
 from meshrl.services.planner.memory import PlannerMemory
+from meshrl.services.planner.policies.offload import EnginePrices
+from meshrl.sim.cluster.model.availability import Availability
 from meshrl.sim.cluster.model.event_queue import EventQueue
 from meshrl.sim.cluster.model.job import JobSpec, SimJob
 from meshrl.sim.cluster.model.pool import SimPool
@@ -47,6 +50,12 @@ class SimHosts(ConfigTable):
     count: NonNegativeInteger = 1
     accelerators: PositiveInteger = 8
     kind: JobName = "CPU"  # of their accelerators, as in common/hardware/accelerators.toml
+    name: str = ""  # in changes of arms
+    market: Literal["reserved", "lent", "spot"] = "reserved"
+    price: NonNegativeNumber = 0.0  # of an hour of an accelerator
+    # name of one of `[[segments]]`, or a CSV file with `time_s` and `instances`: hosts over time
+    availability: str = ""
+    notice_s: NonNegativeNumber = 0.0  # between a notice and the end of a host
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class SimFailure(ConfigTable):
     host: NonNegativeInteger = 0  # in the order of `[[hosts]]`, from 0
     at_s: NonNegativeNumber = 0.0
     back_s: NonNegativeNumber = 0.0  # seconds until it returns; 0: never
+    notice_s: NonNegativeNumber = 0.0  # seconds before it at which its engines are left
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,10 @@ class SimCluster:
         settings: PoolSettings | None = None,
         failures: Sequence[SimFailure] = (),
         has_time_slices: bool = False,
+        availability: Mapping[int, Availability] | None = None,
+        planner_interval_s: float = POLL_S,
     ) -> None:
+        """Create a cluster. `availability`: hosts that are there, by the index in `hosts`."""
         self.event_queue = EventQueue()
         self.jobs = {spec.name: SimJob(self.event_queue, spec) for spec in jobs}
         self.moves: list[MoveRecord] = []
@@ -102,10 +115,20 @@ class SimCluster:
             worker.id: parse_accelerator_kind(worker.accelerator) for worker in self._pool.workers
         }
         self._job_of_instance: dict[str, str] = {}  # job of each instance
+        self._planner_interval_s, self.has_availability = planner_interval_s, bool(availability)
+        self._set_prices(hosts)
+        # (time, cost of an hour from then on, workers in use that may vanish)
+        self.costs: list[tuple[float, float, int]] = []
         for one in failures:
             self.event_queue.schedule_at(
                 one.at_s, partial(self._fail_host, f"host{one.host}", one.back_s)
             )
+        first = 0
+        for number, group in enumerate(hosts):
+            names = [f"host{first + n}" for n in range(group.count)]
+            first += group.count
+            for at_s, count in (availability or {}).get(number, ()):
+                self._schedule_count(names, at_s, count)
         self._colocated_jobs = [job for job in self.jobs.values() if job.spec.switch_s is not None]
         for job in self.jobs.values():
             for degree in job.spec.initial_tensor_parallel_sizes:
@@ -115,6 +138,7 @@ class SimCluster:
         """Simulate until all jobs have ended, or `until_s`; call `report_progress` often."""
         for job in self._colocated_jobs:
             self._colocate(job)
+        self._record_cost()
         self._run_planner()
         self._balance_load()
 
@@ -137,10 +161,15 @@ class SimCluster:
         ]
         if not planned:
             return
+        seeding = {
+            name: job.window.limits for name, job in self.jobs.items() if job.spec.offload.use
+        }
+        self._memory = replace(self._memory, seeding=seeding)
         decisions, self._memory = decide(self._pool.read_snapshot(now_s, planned), self._memory)
         if decisions:
             self._apply_decisions(decisions)
-        self.event_queue.schedule_after(POLL_S, self._run_planner)
+        self._record_cost()
+        self.event_queue.schedule_after(self._planner_interval_s, self._run_planner)
 
     def _colocate(self, job: SimJob) -> None:
         """Place engines on all accelerators, and a core on the same ones."""
@@ -188,10 +217,61 @@ class SimCluster:
         first = self._pool.gangs[gang].workers[instance.ranks[0]]
         self.jobs[instance.job].add_instance(instance, self._kinds[first])
 
+    def _schedule_count(self, names: Sequence[str], at_s: float, count: int) -> None:
+        """Let `count` of some hosts be there from a time on: the newest ones vanish first."""
+        if at_s:
+            self.event_queue.schedule_at(at_s, partial(self._set_count, names, count))
+        else:
+            self._set_count(names, count)
+
+    def _set_count(self, names: Sequence[str], count: int) -> None:
+        present = [name for name in names if name not in self._pool.offline_hosts]
+        for name in present[count:]:
+            self._fail_host(name, 0.0)
+        absent = [name for name in names if name in self._pool.offline_hosts]
+        for name in absent[: max(0, count - len(present))]:
+            self._restore_host(name)
+
+    def _set_prices(self, hosts: Sequence[SimHosts]) -> None:
+        reserved = self._reserved_cost = sum(
+            one.price * one.count * one.accelerators for one in hosts if one.market == "reserved"
+        )
+        spot = max((one.price for one in hosts if one.market != "reserved"), default=0.0)
+        for job in self.jobs.values():
+            if job.spec.offload.sees_prices:
+                job.window.prices = EnginePrices(reserved, spot)
+
+    def _record_cost(self) -> None:
+        """Record the cost of an hour: of all reserved workers, and of others in use."""
+        used = {worker for gang in self._pool.gangs.values() for worker in gang.workers}
+        spot = [
+            worker
+            for worker in self._pool.workers
+            if worker.market != "reserved"
+            and worker.id in used
+            and worker.host not in self._pool.offline_hosts
+        ]
+        cost = self._reserved_cost + sum(worker.price for worker in spot)
+        if not self.costs or self.costs[-1][1:] != (cost, len(spot)):
+            self.costs.append((self.event_queue.now_s, cost, len(spot)))
+
+    def compute_cost(self, until_s: float) -> tuple[float, float]:
+        """Compute the cost from the start to a time, and the mean number of workers that may
+        vanish.
+        """
+        ends_s = [since_s for since_s, *_ in self.costs[1:]] + [until_s]
+        cost = worker_s = 0.0
+        for (since_s, hourly, spot), end_s in zip(self.costs, ends_s, strict=True):
+            seconds = max(0.0, min(end_s, until_s) - since_s)
+            cost += hourly * seconds / 3600
+            worker_s += spot * seconds
+        return cost, worker_s / max(until_s, 1e-9)
+
     def _fail_host(self, host: str, back_s: float) -> None:
         for resident in self._pool.fail_host(host):
             if job := self._job_of_instance.pop(resident, ""):
                 self.jobs[job].fail_instance(resident)
+        self._record_cost()
         if back_s:
             self.event_queue.schedule_after(back_s, partial(self._restore_host, host))
 
@@ -203,7 +283,7 @@ class SimCluster:
     def _balance_load(self) -> None:
         for job in self.jobs.values():
             for shard in job.shards:
-                shard.balance_load()
+                shard.balance_load(0 if job.spec.max_staleness else job.training.version)
         self.event_queue.schedule_after(BALANCE_INTERVAL_S, self._balance_load)
 
 
@@ -215,5 +295,14 @@ def _build_pool(hosts: Sequence[SimHosts], settings: PoolSettings) -> SimPool:
             names.append(f"host{len(names)}")
             for _ in range(one.accelerators):
                 number = len(workers)
-                workers.append(WorkerRow(f"w{number}", names[-1], one.kind, number + 1))
+                workers.append(
+                    WorkerRow(
+                        f"w{number}",
+                        names[-1],
+                        one.kind,
+                        number + 1,
+                        market=one.market,
+                        price=one.price,
+                    )
+                )
     return SimPool(tuple(workers), {name: PoolHost(name) for name in names}, settings)

@@ -15,6 +15,7 @@ from meshrl.common.state.pool.demand.requirements import JobRequirements, Planne
 from meshrl.common.state.pool.workers.rows import Instance, Role
 from meshrl.sim.cluster.model.engine import SimEngine
 from meshrl.sim.cluster.model.event_queue import EventQueue
+from meshrl.sim.cluster.model.offload import OffloadTable, SeedingWindow, WindowActions
 from meshrl.sim.cluster.model.shard import SimShard, SimTrajectory
 from meshrl.sim.cluster.model.speeds import SimSpeed
 from meshrl.sim.cluster.model.training import SimTraining, TrainingSpeed
@@ -53,6 +54,7 @@ class JobSpec:
     initial_tensor_parallel_sizes: tuple[int, ...] = ()  # degrees of initial engines
     # Colocated: all accelerators roll out, then all train, with this pause; None: not colocated.
     switch_s: float | None = None
+    offload: OffloadTable = field(default_factory=OffloadTable)
     slice_switch_s: float = 0.0  # seconds of a switch between time slices of an engine and the core
 
 
@@ -70,9 +72,22 @@ class SimJob:
             spec.max_staleness,
             spec.steps,
             self._on_commit,
-            spec.switch_s,
+            spec.offload.switch_s if spec.offload.use else spec.switch_s,
             spec.slice_switch_s,
         )
+        self._seeding_engines: dict[str, SimEngine] = {}  # on the core's workers
+        self.window = SeedingWindow(
+            event_queue,
+            spec.offload,
+            self.training,
+            WindowActions(
+                self._open_engines,
+                self._close_engines,
+                lambda: sum(e.version >= self.training.version for e in self._remote_engines),
+                lambda: sum(len(shard.trajectories) for shard in self.shards),
+            ),
+        )
+        self._sender_free_s = 0.0  # end of the transfers of weights so far
         self.training_started_s: float | None = None  # start of its training
         self.worker_shares: list[
             tuple[float, int, int]
@@ -93,9 +108,18 @@ class SimJob:
             engine.version, engine.kind = self.training.version, kind
             shard = self._shard_of_engine[instance.id] = self._choose_shard()
             self._engine_workers[instance.id] = degree
-            if instance.time_sliced:
+            if instance.time_sliced and spec.offload.use:
+                self._seeding_engines[instance.id] = engine
+                engine.version = engine.version if self.training.holds_gradients else -1
+            elif spec.offload.use and self.training.version:
+                engine.version = -1
+            elif instance.time_sliced:
                 self.training.sliced_engines[instance.ranks[0]] = engine
             shard.add_engine(engine)
+            self._count_remote()
+            is_remote = instance.id not in self._seeding_engines
+            if engine.version < 0 and is_remote and not spec.offload.barrier:
+                self._pull_weights(shard, engine)
         else:
             if self.training_started_s is None and instance.core:
                 self.training_started_s = self._event_queue.now_s
@@ -104,6 +128,8 @@ class SimJob:
                 self._core = instance.id
             replicas = self.spec.training_speed.count_replicas(len(instance.ranks), instance.core)
             self.training.add_replicas(instance.id, replicas, instance.core)
+            if instance.core and self.spec.offload.use and not self.training.version:
+                self.window.begin()
         self._record_shares()
         if not self._is_fill_scheduled:  # after all events of this time
             self._is_fill_scheduled = True
@@ -121,8 +147,10 @@ class SimJob:
 
     def remove_instance(self, instance_id: str) -> None:
         if shard := self._shard_of_engine.pop(instance_id, None):
-            shard.remove_engine(instance_id)
+            shard.remove_engine(instance_id, self.spec.offload.recompute)
             del self._engine_workers[instance_id]
+            self._seeding_engines.pop(instance_id, None)
+            self._count_remote()
             sliced = self.training.sliced_engines
             for rank in [rank for rank, one in sliced.items() if one.name == instance_id]:
                 del sliced[rank]
@@ -135,8 +163,15 @@ class SimJob:
         return [place.engine for shard in self.shards for place in shard.engines.values()]
 
     @property
+    def _remote_engines(self) -> list[SimEngine]:
+        return [one for one in self.engines if one.name not in self._seeding_engines]
+
+    @property
     def sampled_tokens(self) -> float:
         return sum(shard.sampled_tokens for shard in self.shards)
+
+    def _count_remote(self) -> None:
+        self.window.set_remote(sum(one.tensor_parallel_size for one in self._remote_engines))
 
     def _choose_shard(self) -> SimShard:
         """Choose the shard of a new engine: a new shard when all are full."""
@@ -185,10 +220,13 @@ class SimJob:
             trajectory.group, trajectory.oldest_version, trajectory.context_tokens
         )
         shard.work_counter.groups += completed_groups
+        self.window.last_end_s = self._event_queue.now_s
         self._fill_shard(shard, self.training.capacity)
 
     def _on_commit(self) -> None:
         version = self.training.version
+        if self.spec.offload.use:
+            return self._begin_offloaded_step()
         for shard in self.shards:
             for place in shard.engines.values():
                 engine = place.engine
@@ -201,11 +239,59 @@ class SimJob:
             shard.dispatch()
         self.open_groups()
 
+    def _begin_offloaded_step(self) -> None:
+        """Send the new weights to engines elsewhere, and open those on the core's workers."""
+        self._sender_free_s = self._event_queue.now_s + self.spec.offload.weights_s
+        pulls = [
+            (shard, place.engine)
+            for shard in self.shards
+            for place in shard.engines.values()
+            if place.engine.name not in self._seeding_engines
+        ]
+        ends_s = [self._pull_weights(shard, engine) for shard, engine in pulls]
+        begin = partial(self.window.end_step, self._training_workers[self._core])
+        if self.spec.offload.barrier and ends_s:
+            self._event_queue.schedule_at(max(ends_s), begin)
+        else:
+            begin()
+        for shard in self.shards:
+            shard.dispatch()
+        self.open_groups()
+
+    def _pull_weights(self, shard: SimShard, engine: SimEngine) -> float:
+        """Let an engine pull the newest weights; return the time at which it has them."""
+        table, now_s, version = self.spec.offload, self._event_queue.now_s, self.training.version
+        size = self.spec.shape.parameter_bytes if self.spec.shape is not None else 0.0
+        starts_s = max(now_s, self._sender_free_s)
+        self._sender_free_s = starts_s + size / table.send_bytes_per_s
+        arrives_s = max(self._sender_free_s, now_s + size / table.receive_bytes_per_s)
+        self._event_queue.schedule_at(
+            arrives_s, partial(self._on_weights_arrival, shard, engine, version)
+        )
+        return arrives_s
+
+    def _open_engines(self) -> None:
+        for shard in self.shards:
+            for engine in self._seeding_engines.values():
+                if engine.name in shard.engines:
+                    engine.version = self.training.version
+            shard.dispatch()
+        self.open_groups()
+
+    def _close_engines(self) -> None:
+        for shard in self.shards:
+            for engine in self._seeding_engines.values():
+                engine.version = -1
+            shard.hand_over([name for name in self._seeding_engines if name in shard.engines])
+
     def _on_weights_arrival(self, shard: SimShard, engine: SimEngine, version: int) -> None:
         if engine.name in shard.engines and version > engine.version:
+            if self.spec.offload.use and version < self.training.version:
+                return  # a newer one is on its way
             self._load_version(engine, version)
             shard.dispatch()
             self.open_groups()
+            self.window.on_engine_ready()
 
     def _load_version(self, engine: SimEngine, version: int) -> None:
         engine.version = version

@@ -7,7 +7,7 @@ trajectories by state.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from meshrl.common.base.occupancy import Occupancy
@@ -106,8 +106,10 @@ class SimShard:
         self._update_buckets()
         self.dispatch()
 
-    def remove_engine(self, name: str) -> None:
-        """Remove an engine; its trajectories continue elsewhere with their tokens so far."""
+    def remove_engine(self, name: str, recompute: bool = False) -> None:
+        """Remove an engine; its trajectories continue elsewhere with their tokens so far. With
+        `recompute` they start again.
+        """
         place = self.engines.pop(name)
         place.engine.release_all()
         self._update_buckets()
@@ -117,6 +119,25 @@ class SimShard:
         for t in list(place.running_trajectories):
             self._interrupt_turn(t)
             self._add_state_count(AT_ENGINE, -1)
+            if recompute:
+                t.turn_index, t.sampled_tokens, t.cache_engine = 0, 0.0, ""
+                t.context_tokens = t.script.prompt_tokens
+                t.remaining_tokens = t.script.turns[0].tokens
+            self._route(t)
+
+    def hand_over(self, names: Sequence[str]) -> None:
+        """Let the trajectories of engines continue elsewhere, the oldest first."""
+        moved: list[SimTrajectory] = []
+        for name in names:
+            place = self.engines[name]
+            place.engine.release_all()
+            for t in place.running_trajectories:
+                self._interrupt_turn(t)
+                self._add_state_count(AT_ENGINE, -1)
+                self._release_assignment(t)
+                moved.append(t)
+            place.running_trajectories.clear()
+        for t in moved:
             self._route(t)
 
     @property
@@ -136,7 +157,7 @@ class SimShard:
         )
         return min(seats, idle - len(self._queue))
 
-    def balance_load(self) -> None:
+    def balance_load(self, min_version: int = 0) -> None:
         self._update_buckets()
         loads = [
             load_balancer.EngineTotalLoad(
@@ -149,7 +170,7 @@ class SimShard:
             )
             for name, p in self.engines.items()
         ]
-        for move in load_balancer.plan_rebalance(loads, min_version=0):
+        for move in load_balancer.plan_rebalance(loads, min_version):
             source, target = self.engines[move.source], self.engines[move.target]
             for t in list(source.running_trajectories)[-move.count :]:
                 assert t.request is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from meshrl.services.planner.costs.training_costs import (
 )
 from meshrl.sim.cluster.model.engine import SimEngine
 from meshrl.sim.cluster.model.event_queue import EventQueue
+from meshrl.sim.cluster.model.workload import SimGroup
 
 ENGINE_SLICE_S = 0.2  # an engine's time slice while the core waits, as in services/engine
 QUANTUM_SWITCHES = 2.0  # an instance keeps its ranks for so many switches, as in services/node
@@ -138,19 +139,6 @@ def pack_bin_tokens(tokens: Sequence[float], bin_tokens: int) -> list[float]:
     return [float(sum(places[i] for i in bin)) for (bin,) in pack_rounds(places, bin_tokens)]
 
 
-@dataclass(slots=True)
-class SimGroup:
-    """Trajectories of one prompt."""
-
-    number: int
-    prompt_index: int
-    opened_version: int  # at its opening
-    missing_members: int  # members in progress
-    passed_over: int = 0  # number of steps made of younger groups
-    oldest_version: int = 1 << 30  # version of its oldest token
-    member_tokens: list[float] = field(default_factory=list)  # of each finished member
-
-
 class SimTraining:
     """Core of a job with its hybrids."""
 
@@ -166,9 +154,10 @@ class SimTraining:
         switch_s: float | None = None,
         slice_switch_s: float = 0.0,
     ) -> None:
-        """Create a training. `on_commit` is called at each step. With `switch_s` a step begins this
-        long after all of its groups are ready, as on colocated accelerators; without it, each
-        group is computed as it arrives. `slice_switch_s`: seconds of a switch between time slices
+        """Create a training. `on_commit` is called at each step. With `switch_s` engines use the
+        core's workers from the start of a step. Its gradients begin this long after
+        `release_gradients`, or after all groups are ready. Without `switch_s`, each group is
+        computed as it arrives. `slice_switch_s`: seconds of a switch between time slices
         of the core and of an engine on one of its workers (`sliced_engines`).
         """
         # engines that take time slices of the core's workers, by the core's rank
@@ -178,6 +167,7 @@ class SimTraining:
         self._slice_tenures: dict[str, tuple[float, float]] = {}
         self.version = 0
         self.step_ends_s: list[float] = []  # time of each commit
+        self.step_tokens: list[float] = []  # tokens trained until then
         self.requeued_trajectories = 0  # stale trajectories
         self._event_queue, self._training_speed, self._on_commit = (
             event_queue,
@@ -187,6 +177,11 @@ class SimTraining:
         self._groups_per_step, self._group_size = groups_per_step, group_size
         self._max_staleness, self._steps = max_staleness, steps
         self._switch_s = switch_s
+        # engines use the core's workers: gradients of arriving groups wait
+        self.holds_gradients = switch_s is not None
+        self.held_s = 0.0  # seconds in which they waited, with the switches
+        self._held_since_s = event_queue.now_s
+        self._held_groups: list[SimGroup] = []
         self._admitted_groups = self._next_group = self._next_prompt = 0
         # requeued prompts, with the number of passes
         self._requeued_prompts: deque[tuple[int, int]] = deque()
@@ -201,6 +196,14 @@ class SimTraining:
         self._step = 0  # current step, including restarted ones
         self._waited_s = 0.0  # wait for them
         self._work = MeasuredWork()
+
+    @property
+    def replicas(self) -> int:
+        return len(self._free_s)
+
+    @property
+    def update_s(self) -> float:
+        return self._training_speed.predict_update_s()
 
     @property
     def is_finished(self) -> bool:
@@ -260,11 +263,8 @@ class SimTraining:
     def restart_step(self) -> None:
         """Restart the step of a lost core; its groups are ready for the next one."""
         self._ready_groups.update((group.number, group) for group in self._leased_groups)
-        self._leased_groups, self._is_step_complete, self._computed_s = (
-            [],
-            False,
-            self._event_queue.now_s,
-        )
+        self._leased_groups, self._held_groups = [], []
+        self._is_step_complete, self._computed_s = False, self._event_queue.now_s
         self._step += 1
 
     def lease_groups(self) -> None:
@@ -276,13 +276,13 @@ class SimTraining:
         for group in self._choose_groups():
             del self._ready_groups[group.number]
             self._leased_groups.append(group)
-            if self._switch_s is None:
+            if self.holds_gradients:
+                self._held_groups.append(group)
+            else:
                 self._compute_gradient(group, self._event_queue.now_s)
         if len(self._leased_groups) == self._groups_per_step:
             now_s = self._event_queue.now_s
-            if self._switch_s is not None:
-                for group in self._leased_groups:
-                    self._compute_gradient(group, now_s + self._switch_s)
+            self.release_gradients()
             self._is_step_complete = True
             self._waited_s = now_s - self._since_s
             update_s = self._training_speed.predict_update_s()
@@ -291,6 +291,25 @@ class SimTraining:
                 self._block_engine(engine, starts_s, update_s)
             ends_s = starts_s + update_s
             self._event_queue.schedule_at(ends_s, partial(self._commit, self._step))
+
+    def hold_gradients(self) -> float:
+        """Let engines use the core's workers after the present pieces; return the time of that."""
+        if not self.holds_gradients:
+            self._held_since_s = max([self._event_queue.now_s, *self._free_s.values()])
+            self.holds_gradients = True
+        return self._held_since_s
+
+    def release_gradients(self, has_switch: bool = True) -> None:
+        """Compute the gradients of the groups so far, after the switch to training."""
+        if not self.holds_gradients:
+            return
+        self.holds_gradients = False
+        from_s = max(self._event_queue.now_s, self._held_since_s)
+        from_s += (self._switch_s or 0.0) * has_switch
+        self.held_s += from_s - self._held_since_s
+        held, self._held_groups = self._held_groups, []
+        for group in held:
+            self._compute_gradient(group, from_s)
 
     def _compute_gradient(self, group: SimGroup, from_s: float) -> None:
         tokens = sum(group.member_tokens)
@@ -370,7 +389,9 @@ class SimTraining:
         busy_s = now_s - self._since_s - self._waited_s
         self._work += MeasuredWork(steps=1.0, busy_s=busy_s, wait_s=self._waited_s)
         self._leased_groups, self._is_step_complete, self._since_s = [], False, now_s
+        self.holds_gradients, self._held_since_s = self._switch_s is not None, now_s
         self.version += 1
+        self.step_tokens.append(self._work.tokens)
         self.step_ends_s.append(now_s)
         self.lease_groups()
         self._on_commit()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
@@ -35,6 +35,19 @@ class TrajectoryScript:
     turns: Sequence[SimTurn]
 
 
+@dataclass(slots=True)
+class SimGroup:
+    """Trajectories of one prompt."""
+
+    number: int
+    prompt_index: int
+    opened_version: int  # at its opening
+    missing_members: int  # members in progress
+    passed_over: int = 0  # number of steps made of younger groups
+    oldest_version: int = 1 << 30  # version of its oldest token
+    member_tokens: list[float] = field(default_factory=list)  # of each finished member
+
+
 class SimWorkload(Protocol):
     """Source of trajectories."""
 
@@ -57,13 +70,17 @@ class LogNormalWorkload:
     prompt_tokens: float = 2.0
     answer_tokens: float = 1.0
     max_tokens: float = math.inf  # tokens of a trajectory, which is cut there
+    group_share: float = 0.0  # share of the logarithm's variance that a group's members share
 
     def draw_script(self, group: int, member: int, progress: float) -> TrajectoryScript:
         random = Random(self.seed).child(f"{group}/{member}")
+        common, own = math.sqrt(self.group_share), math.sqrt(1 - self.group_share)
+        if common:
+            common *= Random(self.seed).child(f"{group}").gauss(0.0, 1.0)
         remaining, turns = self.max_tokens, []
         for _ in range(self.turns):
             drawn = self.median_tokens.get_value(progress) * math.exp(
-                self.log_sigma.get_value(progress) * random.gauss(0.0, 1.0)
+                self.log_sigma.get_value(progress) * (common + own * random.gauss(0.0, 1.0))
             )
             tokens = min(remaining, float(max(1, round(drawn))))
             turns.append(SimTurn(tokens, self.tool_s.get_value(progress), self.answer_tokens))

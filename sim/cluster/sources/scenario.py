@@ -9,7 +9,7 @@ import copy
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,9 @@ from meshrl.common.job.renamed_keys import RENAMED_POOL_KEYS
 from meshrl.common.job.schema import Schema
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.job.toml import reader
-from meshrl.sim.cluster.model.cluster import SimFailure, SimHosts, Switches
+from meshrl.sim.cluster.model.availability import SegmentTable
+from meshrl.sim.cluster.model.cluster import POLL_S, SimFailure, SimHosts, Switches
+from meshrl.sim.cluster.model.offload import OffloadTable
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class WorkloadTable(ConfigTable):
     prompt: NonNegativeNumber = 512.0
     median: DriftTable = field(default_factory=lambda: DriftTable(512.0, 512.0))  # tokens of a turn
     sigma: DriftTable = field(default_factory=lambda: DriftTable(0.8, 0.8))
+    group_share: Fraction = 0.0  # of the logarithm's variance, common to a group's members
     turns: PositiveInteger = 1  # with answers: maximum
     tool_s: DriftTable = field(default_factory=DriftTable)
     longest: NonNegativeInteger = 0  # tokens of a trajectory; 0: unlimited
@@ -131,6 +134,7 @@ class JobTable(ConfigTable):
     buckets: bool = True  # C-MLFQ, if engines have several degrees
     model: ModelTable = field(default_factory=ModelTable)
     workload: WorkloadTable = field(default_factory=WorkloadTable)
+    offload: OffloadTable = field(default_factory=OffloadTable)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
 
 
@@ -145,6 +149,8 @@ class ArmTable(ConfigTable):
     # Number of parts of the run; each uses its fastest combination, as an oracle
     # with immediate changes would; 0: one combination for the whole run.
     stretches: NonNegativeInteger = 0
+    cheapest: bool = False  # of `best`, the one with most tokens for its cost, not the fastest
+    segments: bool = False  # once with each of `[[segments]]`, as `hosts.spot.availability`
     paper: NonNegativeNumber = 0.0  # published speed-up over the first arm; 0: none
     ratio: str = ""  # name of the ratio of the last arm's tokens per second to this one's
 
@@ -161,7 +167,9 @@ class Scenario(ConfigTable):
     hosts: list[SimHosts] = field(default_factory=lambda: [SimHosts()])
     pool: PoolSettings = field(default_factory=PoolSettings)
     switches: Switches = field(default_factory=Switches)
+    planner_interval_s: PositiveNumber = POLL_S  # between passes of the planner
     failures: list[SimFailure] = field(default_factory=list)
+    segments: list[SegmentTable] = field(default_factory=list)
     jobs: list[JobTable] = field(default_factory=lambda: [JobTable()])
     arms: list[ArmTable] = field(default_factory=list)
 
@@ -214,8 +222,24 @@ def read_arms(path: Path, changes: list[str]) -> dict[str, Arm]:
             for change in chosen:
                 apply_change(one, change)
             tries[" ".join(chosen)] = SCENARIO_SCHEMA.validate(one, fail)
-        found[arm.name] = Arm(arm, tries)
+        for segment in combined.segments if arm.segments else ():
+            there = {
+                chosen: _set_segment(scenario, segment.name) for chosen, scenario in tries.items()
+            }
+            name = f"{arm.name}, {segment.name}"
+            found[name] = Arm(replace(arm, name=name), there)
+        if not arm.segments:
+            found[arm.name] = Arm(arm, tries)
     return found
+
+
+def _set_segment(scenario: Scenario, name: str) -> Scenario:
+    """Return a scenario whose hosts that may vanish have the availability of a segment."""
+    hosts = [
+        one if one.market == "reserved" else replace(one, availability=name)
+        for one in scenario.hosts
+    ]
+    return replace(scenario, hosts=hosts)
 
 
 def expand_choices(text: str) -> list[str]:
