@@ -1,5 +1,6 @@
-"""Availability of workers that may vanish: the number of a group's hosts over time, from a CSV file
-or drawn by a generator.
+"""Availability of workers that may vanish: the number of a group's hosts over time.
+
+It is read from a CSV file, or drawn by a generator.
 """
 
 from __future__ import annotations
