@@ -51,6 +51,7 @@ from meshrl.services.planner.policies.gang_sharing import (
     evict_misplaced_cores,
     place_beside_partners,
 )
+from meshrl.services.planner.policies.market_limits import release_untaken
 from meshrl.services.planner.policies.placement import (
     end_time_slicing,
     grow_job,
@@ -255,6 +256,7 @@ def _place_instances(
     evict_misplaced_cores(draft, jobs, division)
     waking_workers = pausing.find_waking_workers(draft, [job for job, _ in running])
     for job, share in running:
+        release_untaken(draft, job)
         release_surplus(draft, job)
         shrink_to_share(draft, job, share, "share", waking_workers)
     for job, share in running:

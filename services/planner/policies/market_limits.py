@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from meshrl.common.state.pool.demand.requirements import MarketLimits, PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import Rationale
 from meshrl.common.state.pool.workers.rows import MARKETS, PREEMPTIBLE_MARKETS
 from meshrl.services.planner.pool.draft import PoolDraft
 
@@ -41,6 +42,44 @@ def explain_not_taken(draft: PoolDraft, job: PlannedJob, workers: Collection[str
             f"pool.max_cost_per_hour is {limits.max_cost_per_hour:,.4g}"
         )
     return ""
+
+
+def release_untaken(draft: PoolDraft, job: PlannedJob) -> None:
+    """Remove instances from workers of markets that the job does not take, or beyond its number,
+    since a host has returned with another market.
+
+    An instance that the job needs stays until as many workers that it takes are free. A core also
+    waits for a checkpoint.
+    """
+    limits, team = job.requirements.markets, draft.get_instances(job.id)
+    if limits == MarketLimits():
+        return
+    seats = [seated for seated in team.placements if seated.is_awake]
+    held = {worker for seated in seats for worker in seated.workers}
+    counts = Counter(draft.workers[worker].market for worker in held)
+    engines = len(team.engines) + len(team.time_sliced_engines)
+    free = Counter(
+        draft.get_place(worker)
+        for worker in draft.idle_workers
+        if not explain_not_taken(draft, job, [worker])
+    )
+    removable = [*reversed(team.hybrids), *reversed(team.engines)]
+    if team.core is not None and job.has_checkpoint and not team.time_sliced_engines:
+        removable += [team.core] if len(team.core.workers) == 1 else []
+    for seated in removable:
+        markets = {draft.workers[worker].market for worker in seated.workers}
+        over = [market for market in markets if counts[market] > limits.get_most(market)]
+        if not over or not seated.is_awake or seated.instance.pinned:
+            continue
+        is_engine = seated in team.engines
+        if not (seated in team.hybrids or (is_engine and engines > 1)):
+            place, most = max(free.items(), key=lambda one: (one[1], one[0]), default=("", 0))
+            if most < len(seated.workers):
+                continue
+            free[place] -= len(seated.workers)
+        engines -= is_engine
+        counts.subtract(draft.workers[worker].market for worker in seated.workers)
+        draft.remove_instance(seated, Rationale("markets", job.id, {"markets": sorted(over)}))
 
 
 def rank_for_core(draft: PoolDraft, worker: str) -> int:

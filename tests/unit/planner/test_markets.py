@@ -161,3 +161,45 @@ def test_no_job_exceeds_its_limits(
         assert all(counts[market] <= limits.get_most(market) for market in MARKETS)
         cost = sum(getattr(PRICES, f"{market}_price") * n for market, n in counts.items())
         assert not limits.max_cost_per_hour or cost <= limits.max_cost_per_hour
+
+
+def change_markets(bench: PlannerBench, **markets: str) -> None:
+    """Let hosts return with workers of other markets, and settle."""
+    changed = (
+        replace(worker, market=markets.get(worker.id, worker.market))
+        for worker in bench.snapshot.workers
+    )
+    bench.update(workers=tuple(changed))
+    bench.settle()
+
+
+def test_instances_leave_workers_whose_market_their_job_does_not_take_any_more() -> None:
+    limits = MarketLimits(("reserved", "lent"), most_lent=2)
+    bench = start(["reserved", "lent", "lent", "reserved"], job(markets=limits, max_workers=3))
+    assert count_markets(bench.snapshot, "job") == {"reserved": 1, "lent": 2}
+    change_markets(bench, w1="spot")
+    assert count_markets(bench.snapshot, "job") == {"reserved": 2, "lent": 1}
+
+
+def test_only_engine_leaves_an_untaken_market_once_another_worker_is_free() -> None:
+    one = job(markets=MarketLimits(("reserved", "lent")), can_time_slice=False)
+    bench = start(["reserved", "lent"], one)
+    assert bench.roles() == {"w0": "core", "w1": "rollout"}
+    change_markets(bench, w1="spot")
+    assert bench.roles() == {"w0": "core", "w1": "rollout"}, "it keeps the job running"
+    more = make_pool(["reserved", "spot", "lent"], one).workers[2:]
+    bench.update(workers=(*bench.snapshot.workers, *more))
+    bench.settle()
+    assert bench.roles() == {"w0": "core", "w2": "rollout"}
+
+
+def test_core_leaves_an_untaken_market_after_a_checkpoint() -> None:
+    limits = MarketLimits(("reserved", "lent"))
+    bench = start(["reserved", "lent"], job(markets=limits, max_workers=2))
+    more = make_pool(["reserved", "lent", "reserved"], *bench.snapshot.jobs).workers[2:]
+    bench.update(workers=(*bench.snapshot.workers, *more))
+    change_markets(bench, w0="spot")
+    assert bench.roles() == {"w0": "core", "w1": "rollout"}
+    bench.update_job("job", has_checkpoint=True)
+    bench.settle()
+    assert bench.roles() == {"w1": "rollout", "w2": "core"}
