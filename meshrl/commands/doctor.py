@@ -118,7 +118,7 @@ def run_checks() -> Iterator[Finding]:
     with contextlib.suppress(NotFound):
         pool = read_pool_settings(directory_paths.find_mesh(None))
         if pool.scaler.is_on:
-            yield _check_scaler(pool)
+            yield check_scaler(pool)
 
 
 def _describe_container(kind: str) -> Finding:
@@ -331,7 +331,7 @@ def _check_cuda_kernels() -> Finding:
     return Finding(NOTE, CUDA_KERNELS, found, f"{fix} and set $MESHRL_NATIVE to the folder")
 
 
-def _check_scaler(pool: PoolSettings) -> Finding:
+def check_scaler(pool: PoolSettings) -> Finding:
     """Return the provider of spot hosts of the mesh in this directory, if it can be used."""
     if (problem := find_scaler_problem(pool)) is not None:
         return Finding(ERROR, "scaler", f"pool.scaler.{problem.key} {problem.message}", problem.fix)

@@ -70,7 +70,8 @@ def read_mesh_file(path: Path) -> MeshFile:
         print(f"{path}: {notice}", file=sys.stderr)
     found = MESH_SCHEMA.validate(document, fail)
     if (problem := find_scaler_problem(found.pool)) is not None:
-        raise fail(f"pool.scaler.{problem.key}", problem.message, problem.fix)
+        key = f"pool.scaler.{problem.key}"
+        raise fail(key, f"{key} {problem.message}", problem.fix)
     return found
 
 

@@ -15,7 +15,7 @@ class ScalerProblem:
     """Wrong or missing key of `pool.scaler`, or a provider that this host lacks."""
 
     key: str
-    message: str
+    message: str  # predicate, to follow the key
     fix: str
 
 
@@ -36,11 +36,11 @@ def find_scaler_problem(pool: PoolSettings) -> ScalerProblem | None:
         try:
             parse_workload(scaler.kubernetes)
         except ConfigError as error:
-            return ScalerProblem("kubernetes", error.message, error.fix)
+            return ScalerProblem("kubernetes", "names no workload", error.fix)
         if not scaler.dry_run and not (find_api_address() and (ACCOUNT / "token").is_file()):
             fix = "Run the head in a pod with the token of its account, or use pool.scaler.command"
             return ScalerProblem("kubernetes", "needs the API of a cluster", fix)
     if scaler.command and shutil.which(scaler.command[0]) is None:
         fix = "Install it on the head, or write its absolute path"
-        return ScalerProblem("command", f"{scaler.command[0]} is no program of this host", fix)
+        return ScalerProblem("command", f"names {scaler.command[0]}, no program here", fix)
     return None

@@ -87,8 +87,9 @@ def mesh(tmp_path: Path) -> Iterator[ScaledMesh]:
 
 
 def test_provider_starts_replaces_and_ends_spot_hosts(mesh: ScaledMesh) -> None:
-    pace = slow_pace(200.0, 8, 20_000)
-    words = ("budget.steps=100000", "pool.workers.most_spot=2", f"rollout.emulate={pace}")
+    # No step ends, so the demand stays as the job states it.
+    pace, groups = slow_pace(200.0, 8, 20_000), "algorithm.groups_per_step=4000"
+    words = (groups, "pool.workers.most_spot=2", f"rollout.emulate={pace}")
     mesh.at_head("submit", str(JOB), *(f"--set={word}" for word in ("name=digits", *words)))
     mesh.until("two spot hosts work", lambda: len(mesh.list_working()) == 2)
     scaler = mesh.read_status()["scaler"]

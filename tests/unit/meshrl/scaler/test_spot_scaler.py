@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from meshrl.commands.doctor import ERROR, OK, check_scaler
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.errors import Fenced, MeshError
+from meshrl.common.base.errors import ConfigError, Fenced, MeshError
 from meshrl.common.state import events, leader
 from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.store.spot_scaling import (
@@ -27,6 +28,7 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import PLANNER_ELECTION
 from meshrl.directory.directory_paths import MeshPaths
 from meshrl.launch.checks.scaler_checks import find_scaler_problem
+from meshrl.launch.head.mesh_shape import MeshShape
 from meshrl.launch.scaler.providers import CommandProvider, ScaleRequest
 from meshrl.launch.scaler.spot_scaler import (
     MAX_RETRY_S,
@@ -35,6 +37,7 @@ from meshrl.launch.scaler.spot_scaler import (
     SpotScaler,
     create_scaler,
 )
+from meshrl.launch.up_down import UpOptions, read_mesh_file, up
 from meshrl.services.planner.memory import PlannerMemory
 from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.view.live.mesh_tables import list_scaler_lines
@@ -339,3 +342,21 @@ def test_settings_are_checked_on_the_head(
     problem = find_scaler_problem(pool_settings)
     assert (problem.key if problem is not None else "") == key
     assert PoolSettings.from_document(asdict(pool_settings)) == pool_settings
+
+
+def test_mesh_file_without_a_usable_provider_is_rejected_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text('[pool.scaler]\ncommand = ["/none"]\nmost = 4\n')
+    with pytest.raises(ConfigError, match=r"line 2: pool\.scaler\.command names /none, no program"):
+        read_mesh_file(path)
+    path.write_text('[pool.scaler]\ncommand = ["sh"]\nmost = 4\n')
+    assert read_mesh_file(path).pool.scaler == ScalerSettings(command=["sh"], most=4)
+    with pytest.raises(ConfigError, match="spot hosts cannot join this head"):
+        up(tmp_path / "mesh", MeshShape(workers=1), UpOptions(config_file=path))
+    assert not (tmp_path / "mesh").exists()
+
+
+@pytest.mark.parametrize(("command", "level"), [("sh", OK), ("/none", ERROR)])
+def test_doctor_checks_the_provider_of_this_mesh(command: str, level: str) -> None:
+    finding = check_scaler(PoolSettings(scaler=ScalerSettings(command=[command], most=1)))
+    assert (finding.level, finding.subject) == (level, "scaler") and command in finding.detail
