@@ -26,6 +26,7 @@ MAX_STEP_SHARE = 1.0  # longest `seed_s`, as a share of a step
 BALANCED_SHARE = 0.3  # of the idle time of engines elsewhere: the trainer's in a balanced step
 SETTLED_SHARE = 0.1  # largest change of a seeding time that is remembered, as a share of a step
 LOWEST_REMOTE = 1  # engines that a job tries before its steps are measured
+MOST_REMOTE = 4096  # where gradients take next to no time
 ROUNDING = 1e-9  # of quotients
 # Until it is measured. The source pays with a discount above 30 %, so an engine elsewhere does 0.7
 # of the work of one more engine on the core's workers.
@@ -159,7 +160,8 @@ def _compute_seed_s(state: OffloadState, figures: StepFigures) -> float:
         seed_s = left_s / (figures.seeding + figures.remote)
     else:
         damping = max(DAMPING, (figures.seeding + figures.remote) / figures.remote)
-        seed_s += _compute_imbalance_s(figures) / damping
+        # beyond the end of the rollout, seeding had no effect
+        seed_s = min(seed_s, figures.remote_s) + _compute_imbalance_s(figures) / damping
     return min(max(seed_s, 0.0), MAX_STEP_SHARE * figures.step_s)
 
 
@@ -199,7 +201,7 @@ def choose_most_remote(
     """
     if figures.training_s <= 0:
         return LOWEST_REMOTE
-    most = math.ceil(work_s / figures.training_s - ROUNDING)
+    most = math.ceil(min(work_s / figures.training_s, MOST_REMOTE) - ROUNDING)
     if not prices.reserved_cost or not prices.engine_price or not figures.seeding:
         return max(most, LOWEST_REMOTE)
     training_s, seeding = figures.training_s, figures.seeding
