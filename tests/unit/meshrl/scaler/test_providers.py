@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,12 @@ import pytest
 from aiohttp import web
 
 from meshrl.common.base.errors import ConfigError, DeadlineExceeded, MeshError
+from meshrl.launch.redis.access.certificates import (
+    CA_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    issue_certificate,
+)
 from meshrl.launch.scaler.providers import (
     OUTPUT_BYTES,
     CommandProvider,
@@ -186,14 +194,17 @@ class KubernetesServer:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[KubernetesServer]:
+async def cluster(tmp_path: Path) -> AsyncIterator[KubernetesServer]:
     found = KubernetesServer()
+    issue_certificate(tmp_path, ["127.0.0.1"], datetime.now(UTC))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / CERTIFICATE_FILE, tmp_path / KEY_FILE)
     runner = web.AppRunner(found.create_application())
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
         await site.start()
-        found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        found.url = f"https://127.0.0.1:{runner.addresses[0][1]}"
         yield found
     finally:
         await runner.cleanup()
@@ -203,6 +214,7 @@ def make_kubernetes(
     cluster: KubernetesServer, tmp_path: Path, workload: str = "mesh/deployment/worker"
 ) -> KubernetesProvider:
     (tmp_path / "token").write_text(f"{cluster.token}\n")
+    (tmp_path / "ca.crt").write_bytes((tmp_path / CA_FILE).read_bytes())
     return KubernetesProvider(workload, cluster.url, scaled(20.0), tmp_path)
 
 
@@ -219,6 +231,17 @@ async def test_kubernetes_scales_and_ends_the_pods_of_released_hosts_first(
     assert cluster.annotations == {"worker-x2x9z": cost}
     await make_kubernetes(cluster, tmp_path, "mesh/statefulset/worker").scale(ScaleRequest(0, 0))
     assert cluster.replicas == 0
+
+
+async def test_api_of_another_authority_gets_no_token(
+    cluster: KubernetesServer, tmp_path: Path
+) -> None:
+    provider = make_kubernetes(cluster, tmp_path)
+    issue_certificate(tmp_path / "other", ["127.0.0.1"], datetime.now(UTC))
+    (tmp_path / "ca.crt").write_bytes((tmp_path / "other" / CA_FILE).read_bytes())
+    with pytest.raises(MeshError, match=r"did not scale worker: .*CERTIFICATE_VERIFY_FAILED"):
+        await provider.scale(ScaleRequest(3, 3))
+    assert cluster.replicas == 1
 
 
 async def test_kubernetes_token_is_read_again(cluster: KubernetesServer, tmp_path: Path) -> None:
