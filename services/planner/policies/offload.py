@@ -74,6 +74,8 @@ class OffloadState:
     remote: int = 0  # present number
     work_s: float = 0.0  # rollout of the latest steps with engines elsewhere, in engine seconds
     efficiency: float = EFFICIENCY  # see the module
+    # seconds of the latest steps with engines elsewhere beyond those of balanced engines
+    overhead_s: float = 0.0
     training_s: float = 0.0  # gradients of the latest steps
     seeding: int = 0  # engines on the core's workers
 
@@ -104,6 +106,10 @@ def update_offload(
         )
         seed_s = min(seed_s, MAX_STEP_SHARE * figures.step_s)
     work_s, efficiency = _estimate_work_s(state.seed_s, figures), state.efficiency
+    overhead_s = state.overhead_s
+    if figures.remote >= 1 and state.seed_s is not None:
+        balanced_s = predict_step_s(work_s, figures.training_s, figures.seeding, figures.remote)
+        overhead_s = max(0.0, figures.step_s - balanced_s)
     if not figures.remote and figures.seeding:
         if state.work_s:
             found = work_s / state.work_s
@@ -111,11 +117,12 @@ def update_offload(
         work_s /= efficiency
     return OffloadState(
         seed_s=seed_s,
-        most_remote=choose_most_remote(work_s, efficiency, figures, prices),
+        most_remote=choose_most_remote(work_s, efficiency, figures, prices, overhead_s),
         known_seed_s=known,
         remote=remote,
         work_s=work_s,
         efficiency=efficiency,
+        overhead_s=overhead_s,
         training_s=figures.training_s,
         seeding=figures.seeding,
     )
@@ -192,12 +199,17 @@ def predict_step_s(work_s: float, training_s: float, seeding: int, remote: float
 
 
 def choose_most_remote(
-    work_s: float, efficiency: float, figures: StepFigures, prices: EnginePrices
+    work_s: float,
+    efficiency: float,
+    figures: StepFigures,
+    prices: EnginePrices,
+    overhead_s: float = 0.0,
 ) -> int:
     """Return the number of engines elsewhere that a job should have at most.
 
     With so many, rollout alone fits into the time of the gradients. Where prices are known, it is
     the largest number with which a step costs no more than without any; 0 if there is none.
+    `overhead_s`: seconds by which steps with engines elsewhere exceed those of balanced engines.
     """
     if figures.training_s <= 0:
         return LOWEST_REMOTE
@@ -211,6 +223,7 @@ def choose_most_remote(
 
     def pays(remote: int) -> bool:
         hourly = prices.reserved_cost + remote * prices.engine_price
-        return hourly * predict_step_s(work_s, training_s, seeding, remote) <= alone_cost
+        step_s = overhead_s + predict_step_s(work_s, training_s, seeding, remote)
+        return hourly * step_s <= alone_cost
 
     return next((n for n in range(most, 0, -1) if pays(n)), 0)

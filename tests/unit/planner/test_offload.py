@@ -1,4 +1,4 @@
-"""Algorithm 1 of RLBoost: seeding times and numbers of engines elsewhere, in a closed-form model."""
+"""Algorithm 1 of RLBoost: seeding times and engines elsewhere, in a closed-form model."""
 
 from __future__ import annotations
 
