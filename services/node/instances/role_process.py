@@ -46,7 +46,7 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
 from meshrl.common.mesh.transport.address import read_key_text
 from meshrl.common.state.pool.scheduling.feasibility import SliceBytes
-from meshrl.common.state.pool.store.host_notices import read_notice
+from meshrl.common.state.pool.store.host_notices import UNKNOWN_TIME, read_notice
 from meshrl.common.state.pool.workers.rows import InstancePhase, Tier, TierBytes
 from meshrl.services.node.instances.accelerator_room import AcceleratorRoom, UncountedRoom
 from meshrl.services.node.instances.budgets import Budgets, OverBudget
@@ -368,18 +368,12 @@ class RoleProcess(SupervisorHooks):
         self._enter_phase(InstancePhase.GONE, "")
 
     async def _read_leave_s(self) -> float:
-        """Return the seconds in which the process's work may leave the host; 0: its end is not
-        announced.
-        """
         mesh = self._mesh
         try:
-            end_s = (await read_notice(mesh.state, mesh.settings.host)).preempt_at_s
+            notice = await read_notice(mesh.state, mesh.settings.host)
         except (StateUnavailable, DeadlineExceeded):
             return 0.0
-        if end_s is None:
-            return 0.0
-        left_s = end_s - mesh.clock.wall() if end_s else UNKNOWN_END_S
-        return min(MAX_LEAVE_S, max(0.0, left_s - DRAIN_S - GRACE_S))
+        return compute_leave_s(notice.preempt_at_s, mesh.clock.wall())
 
     async def kill(self, deadline_s: float) -> None:
         """Kill the process with SIGKILL, and return when it is dead; the supervisor restarts it.
@@ -646,3 +640,14 @@ def _keep_recorded(file: Path) -> bool:
     if not is_recorded:
         remove_with_parts(file)
     return is_recorded
+
+
+def compute_leave_s(end_s: float | None, now_s: float) -> float:
+    """Return the seconds in which a process's work may leave a host that ends at `end_s`.
+
+    UNKNOWN_TIME: at an unknown time; None: its end is not announced.
+    """
+    if end_s is None:
+        return 0.0
+    left_s = UNKNOWN_END_S if end_s == UNKNOWN_TIME else end_s - now_s
+    return min(MAX_LEAVE_S, max(0.0, left_s - DRAIN_S - GRACE_S))

@@ -45,11 +45,10 @@ def explain_not_taken(draft: PoolDraft, job: PlannedJob, workers: Collection[str
 
 
 def release_untaken(draft: PoolDraft, job: PlannedJob) -> None:
-    """Remove instances from workers of markets that the job does not take, or beyond its number,
-    since a host has returned with another market.
+    """Remove instances from workers whose market the job does not take, or not so many of.
 
-    An instance that the job needs stays until as many workers that it takes are free. A core also
-    waits for a checkpoint.
+    A host that returns may have another market. An instance that the job needs stays until as many
+    workers that it takes are free. A core also waits for a checkpoint.
     """
     limits, team = job.requirements.markets, draft.get_instances(job.id)
     if limits == MarketLimits():
