@@ -7,8 +7,9 @@ Usage:
 
 One worker a gang, eight a host; every fourth job's core has two ranks, priorities and shares
 differ, and all jobs train. `decide_ms` is a snapshot without decisions, `first_ms` the one that
-places all instances, `lost_ms` one after the loss of a host; each name ends in workers
-and jobs. Each is a median of `--repeats`, in CPU-milliseconds.
+places all instances, `lost_ms` one after the loss of a host, `spot_ms` one of a pool at rest whose
+every other worker is a spot one, and whose jobs take few of these; each name ends in workers and
+jobs. Each is a median of `--repeats`, in CPU-milliseconds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from meshrl.common.state.pool.scheduling.decisions import (
     RemoveInstance,
 )
 from meshrl.common.state.pool.scheduling.snapshot import PoolHost, PoolSnapshot
-from meshrl.common.state.pool.workers.rows import Gang, InstancePhase, InstanceReport, WorkerRow
+from meshrl.common.state.pool.workers.rows import (
+    MARKETS,
+    Gang,
+    InstancePhase,
+    InstanceReport,
+    WorkerRow,
+)
+from meshrl.services.planner.balance.seeding import SeedingState
 from meshrl.services.planner.decision import decide
 from meshrl.services.planner.memory import PlannerMemory
 
@@ -38,6 +46,8 @@ WORKERS = (16, 256, 1024, 4096)
 JOBS = (1, 64)
 OF_A_HOST = 8
 NOW_MS = 1_000_000
+SPOT = MARKETS[-1]
+SPOT_WORKERS = 10  # that a job makes use of
 
 
 def pool_of(workers: int, jobs: int) -> PoolSnapshot:
@@ -101,9 +111,11 @@ def applied(snapshot: PoolSnapshot, decisions: Sequence[Decision]) -> PoolSnapsh
     )
 
 
-def at_rest(snapshot: PoolSnapshot) -> tuple[PoolSnapshot, PlannerMemory]:
+def at_rest(
+    snapshot: PoolSnapshot, memory: PlannerMemory | None = None
+) -> tuple[PoolSnapshot, PlannerMemory]:
     """Return the pool and its planner's memory after all placements."""
-    memory = PlannerMemory()
+    memory = memory or PlannerMemory()
     for _ in range(8):
         decisions, memory = decide(snapshot, memory)
         moved = [
@@ -115,6 +127,16 @@ def at_rest(snapshot: PoolSnapshot) -> tuple[PoolSnapshot, PlannerMemory]:
             return snapshot, memory
         snapshot = applied(snapshot, moved)
     raise RuntimeError("the pool does not come to rest: run tests/unit/planner")
+
+
+def spot_at_rest(snapshot: PoolSnapshot) -> tuple[PoolSnapshot, PlannerMemory]:
+    """Return the pool with spot workers, whose jobs have returned all but a few of them."""
+    workers = (
+        replace(w, market=SPOT if n % 2 else w.market) for n, w in enumerate(snapshot.workers)
+    )
+    limits = {job.id: SeedingState(most_remote=SPOT_WORKERS) for job in snapshot.jobs}
+    first = PlannerMemory(seeding=limits)
+    return at_rest(replace(snapshot, workers=tuple(workers)), first)
 
 
 def cpu_ms(snapshot: PoolSnapshot, memory: PlannerMemory, repeats: int) -> float:
@@ -141,6 +163,7 @@ def measured(workers: int, jobs: int, repeats: int) -> dict[str, float]:
     figures = {
         "decide_ms": cpu_ms(rest, memory, repeats),
         "first_ms": cpu_ms(new, PlannerMemory(), repeats),
+        "spot_ms": cpu_ms(*spot_at_rest(new), repeats),
         "lost_ms": cpu_ms(away, replace(memory, missing_since=missing), repeats),
     }
     return {f"{name}_{workers}_{jobs}": figure for name, figure in figures.items()}

@@ -14,6 +14,7 @@ from dataclasses import replace
 from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.scheduling.decisions import Decision
 from meshrl.common.state.pool.scheduling.feasibility import (
+    count_markets,
     drop_infeasible_degrees,
     drop_infeasible_sharing,
     limit_to_markets,
@@ -81,6 +82,7 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
     for failure in failed:
         draft.add_decision(failure)
     usable = presence.usable_workers
+    usable_by_market = count_markets(usable)
     jobs = [
         replace(
             job,
@@ -88,6 +90,7 @@ def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision
                 drop_infeasible_sharing(drop_infeasible_degrees(job.requirements, usable), usable),
                 usable,
                 snapshot.settings,
+                usable_by_market,
             ),
         )
         for job in (

@@ -60,8 +60,8 @@ def limit_preemptible(draft: PoolDraft, job: PlannedJob, state: SeedingState | N
     team = draft.get_instances(job.id)
     remote = [worker for engine in _list_remote(team) for worker in engine.workers]
     stay = sum(not _may_vanish(draft, worker) for worker in remote)
-    others = {worker for seat in team.placements if seat.is_awake for worker in seat.workers}
-    vanishing = sum(_may_vanish(draft, worker) for worker in others.difference(remote))
+    others = team.awake_workers.difference(remote)
+    vanishing = sum(_may_vanish(draft, worker) for worker in others)
     most = max(0, state.most_remote - stay) + vanishing
     markets = replace(job.requirements.markets, most_preemptible=most)
     return replace(job, requirements=replace(job.requirements, markets=markets))
@@ -75,7 +75,7 @@ def release_surplus(draft: PoolDraft, job: PlannedJob) -> None:
     team = draft.get_instances(job.id)
     if most is None:
         return
-    held = {worker for seat in team.placements if seat.is_awake for worker in seat.workers}
+    held = team.awake_workers
     over = sum(_may_vanish(draft, worker) for worker in held) - most
     engines = len(team.engines) + len(team.time_sliced_engines)
     for market in reversed(PREEMPTIBLE_MARKETS):
@@ -167,7 +167,7 @@ def _build_figures(
 def _read_prices(draft: PoolDraft, job: PlannedJob, team: JobInstances) -> EnginePrices:
     """Return the hourly cost of the job's workers that stay, and of one that may vanish."""
     settings = draft.snapshot.settings
-    held = {worker for seat in team.placements if seat.is_awake for worker in seat.workers}
+    held = team.awake_workers
     stay = [draft.workers[one] for one in held if not _may_vanish(draft, one)]
     vanish = [draft.workers[one] for one in held if _may_vanish(draft, one)]
     offered = [

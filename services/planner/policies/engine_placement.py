@@ -18,7 +18,7 @@ from meshrl.common.state.pool.scheduling.decisions import Rationale
 from meshrl.common.state.pool.scheduling.snapshot import Move
 from meshrl.common.state.pool.store.documents import id_sort_key
 from meshrl.common.state.pool.workers.rows import Role
-from meshrl.services.planner.policies.market_limits import ENGINE_MARKETS, explain_not_taken
+from meshrl.services.planner.policies.market_limits import explain_not_taken, list_engine_markets
 from meshrl.services.planner.policies.role_moves import make_reversible_move
 from meshrl.services.planner.policies.worker_gathering import (
     IMMOVABLE_COST,
@@ -144,7 +144,9 @@ def reshape_engines(
         return True
     move_details = {"policy": rationale.rule, **(details or {}), "to": Role.TRAINING}
     while len(draft.get_instances(job.id).hybrids) < hybrids:  # on idle workers
-        worker = draft.find_free_worker(lambda w: can_host_hybrid(draft, job, w), ENGINE_MARKETS)
+        worker = draft.find_free_worker(
+            lambda w: can_host_hybrid(draft, job, w), list_engine_markets(draft, job)
+        )
         if not worker:
             return False
         move_factory = make_reversible_move(draft, job.id, Role.ROLLOUT, move_details)
@@ -242,7 +244,7 @@ def _find_idle_worker(draft: PoolDraft, job: PlannedJob) -> str:
     """Return an idle worker for an engine of one worker; empty without one."""
     return draft.find_free_worker(
         lambda worker: can_host_engine(draft, job, worker, 1),
-        ENGINE_MARKETS,
+        list_engine_markets(draft, job),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 
@@ -18,8 +19,7 @@ def explain_not_taken(draft: PoolDraft, job: PlannedJob, workers: Collection[str
     limits, settings = job.requirements.markets, draft.snapshot.settings
     if limits == MarketLimits():
         return ""
-    seats = draft.placements_by_job.get(job.id, {}).values()
-    held = {worker for seated in seats if seated.is_awake for worker in seated.workers}
+    held = draft.get_instances(job.id).awake_workers
     rows = [draft.workers[worker] for worker in held.union(workers)]
     counts = Counter(row.market for row in rows)
     for market in {draft.workers[worker].market for worker in workers if worker not in held}:
@@ -53,9 +53,9 @@ def release_untaken(draft: PoolDraft, job: PlannedJob) -> None:
     limits, team = job.requirements.markets, draft.get_instances(job.id)
     if limits == MarketLimits():
         return
-    seats = [seated for seated in team.placements if seated.is_awake]
-    held = {worker for seated in seats for worker in seated.workers}
-    counts = Counter(draft.workers[worker].market for worker in held)
+    counts = Counter(draft.workers[worker].market for worker in team.awake_workers)
+    if all(count <= limits.get_most(market) for market, count in counts.items()):
+        return
     engines = len(team.engines) + len(team.time_sliced_engines)
     free = Counter(
         draft.get_place(worker)
@@ -79,6 +79,23 @@ def release_untaken(draft: PoolDraft, job: PlannedJob) -> None:
         engines -= is_engine
         counts.subtract(draft.workers[worker].market for worker in seated.workers)
         draft.remove_instance(seated, Rationale("markets", job.id, {"markets": sorted(over)}))
+
+
+def list_engine_markets(draft: PoolDraft, job: PlannedJob) -> list[str]:
+    """List the markets of which the job takes one more worker, in the order of engines."""
+    limits = job.requirements.markets
+    if limits == MarketLimits():
+        return list(ENGINE_MARKETS)
+    held = draft.get_instances(job.id).awake_workers
+    counts = Counter(draft.workers[worker].market for worker in held)
+    vanishing = sum(counts[market] for market in PREEMPTIBLE_MARKETS)
+    most = math.inf if limits.most_preemptible is None else limits.most_preemptible
+    return [
+        market
+        for market in ENGINE_MARKETS
+        if counts[market] < limits.get_most(market)
+        and (market not in PREEMPTIBLE_MARKETS or vanishing < most)
+    ]
 
 
 def rank_for_core(draft: PoolDraft, worker: str) -> int:

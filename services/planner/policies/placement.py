@@ -15,7 +15,7 @@ from meshrl.common.state.pool.scheduling.feasibility import list_slice_bytes
 from meshrl.common.state.pool.workers.rows import Role
 from meshrl.services.planner.policies import engine_placement
 from meshrl.services.planner.policies.hybrid_transfers import can_add_hybrids
-from meshrl.services.planner.policies.market_limits import ENGINE_MARKETS, explain_not_taken
+from meshrl.services.planner.policies.market_limits import explain_not_taken, list_engine_markets
 from meshrl.services.planner.policies.worker_gathering import can_host_hybrid
 from meshrl.services.planner.pool.draft import PoolDraft
 from meshrl.services.planner.pool.job_instances import JobInstances
@@ -104,7 +104,9 @@ def _add_hybrids(draft: PoolDraft, job: PlannedJob, max_hybrids: int, rationale:
     if not can_add_hybrids(job) or max_hybrids <= 0:
         return max_hybrids
     for found in range(max_hybrids):
-        worker = draft.find_free_worker(lambda w: can_host_hybrid(draft, job, w), ENGINE_MARKETS)
+        worker = draft.find_free_worker(
+            lambda w: can_host_hybrid(draft, job, w), list_engine_markets(draft, job)
+        )
         if not worker:
             return found
         draft.place_instance([worker], job.id, Role.TRAINING, rationale)
@@ -191,7 +193,9 @@ def _place_scoring(draft: PoolDraft, job: PlannedJob, share: int, time_slicing: 
 
 
 def _find_scoring_worker(draft: PoolDraft, job: PlannedJob) -> str:
-    return draft.find_free_worker(lambda w: not explain_not_taken(draft, job, [w]), ENGINE_MARKETS)
+    return draft.find_free_worker(
+        lambda w: not explain_not_taken(draft, job, [w]), list_engine_markets(draft, job)
+    )
 
 
 def _place_scoring_beside_core(draft: PoolDraft, job: PlannedJob, rationale: Rationale) -> None:

@@ -55,9 +55,14 @@ class JobInstances:
         return (*one, *self.engines, *self.time_sliced_engines, *self.hybrids)
 
     @cached_property
+    def awake_workers(self) -> frozenset[str]:
+        """Workers on which the job has an awake instance."""
+        return frozenset(worker for s in self.placements if s.is_awake for worker in s.workers)
+
+    @property
     def awake_worker_count(self) -> int:
         """Number of workers on which the job has an awake instance."""
-        return len({worker for s in self.placements if s.is_awake for worker in s.workers})
+        return len(self.awake_workers)
 
     @property
     def is_reconciled(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -166,12 +166,18 @@ def drop_infeasible_degrees(
 
 
 def count_affordable_workers(
-    requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
+    requirements: JobRequirements,
+    workers: Sequence[WorkerRow],
+    settings: PoolSettings,
+    workers_by_market: Mapping[str, int] | None = None,
 ) -> int:
-    """Return the largest number of these workers within the job's limits of markets and cost."""
+    """Return the largest number of these workers within the job's limits of markets and cost.
+
+    `workers_by_market` has their numbers, if these are known.
+    """
     limits, counts, cost = requirements.markets, Counter[str](), 0.0
     if not limits.max_cost_per_hour:
-        return limits.count_within(Counter(worker.market for worker in workers))
+        return limits.count_within(workers_by_market or count_markets(workers))
     for worker in sorted(workers, key=settings.get_price):
         if limits.count_within(counts + Counter([worker.market])) > counts.total():
             cost += settings.get_price(worker)
@@ -181,13 +187,21 @@ def count_affordable_workers(
     return counts.total()
 
 
+def count_markets(workers: Iterable[WorkerRow]) -> Counter[str]:
+    """Count workers by market."""
+    return Counter(worker.market for worker in workers)
+
+
 def limit_to_markets(
-    requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
+    requirements: JobRequirements,
+    workers: Sequence[WorkerRow],
+    settings: PoolSettings,
+    workers_by_market: Mapping[str, int],
 ) -> JobRequirements:
     """Return the requirements with at most as many workers as the job's limits of markets allow."""
     if requirements.markets == MarketLimits():
         return requirements
-    most = count_affordable_workers(requirements, workers, settings)
+    most = count_affordable_workers(requirements, workers, settings, workers_by_market)
     return replace(requirements, max_workers=min(requirements.max_workers or most, max(most, 1)))
 
 
@@ -198,9 +212,11 @@ def explain_market_limits(
 
     Without the limits the workers suffice.
     """
+    if requirements.markets == MarketLimits():
+        return ""
     least = count_min_workers(requirements, settings.time_slicing)
     most = count_affordable_workers(requirements, workers, settings)
-    if requirements.markets == MarketLimits() or most >= least:
+    if most >= least:
         return ""
     limits = requirements.markets
     by_market = Counter(worker.market for worker in workers)
