@@ -39,7 +39,7 @@ def main() -> None:
         trace_s=(180.0, "of the trace"),
         rollout_s=(6.0, "of a step on one engine"),
         training_s=(2.0, "of a step"),
-        steps=("18,40,32", "of each arm, in the order reserved,always,trace"),
+        steps=("16,34,32", "of each arm, in the order reserved,always,trace"),
     )
     chosen = parser.parse_args()
     names = arms_of(parser, chosen.arms, ARMS)
