@@ -120,6 +120,7 @@ class SimCluster:
         # (time, cost of an hour from then on, workers in use that may vanish)
         self.costs: list[tuple[float, float, int]] = []
         for one in failures:
+            self._schedule_end(one.at_s, one.notice_s, partial(list, [f"host{one.host}"]))
             self.event_queue.schedule_at(
                 one.at_s, partial(self._fail_host, f"host{one.host}", one.back_s)
             )
@@ -128,7 +129,7 @@ class SimCluster:
             names = [f"host{first + n}" for n in range(group.count)]
             first += group.count
             for at_s, count in (availability or {}).get(number, ()):
-                self._schedule_count(names, at_s, count)
+                self._schedule_count(names, at_s, count, group.notice_s)
         self._colocated_jobs = [job for job in self.jobs.values() if job.spec.switch_s is not None]
         for job in self.jobs.values():
             for degree in job.spec.initial_tensor_parallel_sizes:
@@ -217,20 +218,40 @@ class SimCluster:
         first = self._pool.gangs[gang].workers[instance.ranks[0]]
         self.jobs[instance.job].add_instance(instance, self._kinds[first])
 
-    def _schedule_count(self, names: Sequence[str], at_s: float, count: int) -> None:
+    def _schedule_count(
+        self, names: Sequence[str], at_s: float, count: int, notice_s: float
+    ) -> None:
         """Let `count` of some hosts be there from a time on: the newest ones vanish first."""
         if at_s:
+            self._schedule_end(at_s, notice_s, lambda: self._list_present(names)[count:])
             self.event_queue.schedule_at(at_s, partial(self._set_count, names, count))
         else:
             self._set_count(names, count)
 
     def _set_count(self, names: Sequence[str], count: int) -> None:
-        present = [name for name in names if name not in self._pool.offline_hosts]
+        present = self._list_present(names)
         for name in present[count:]:
             self._fail_host(name, 0.0)
         absent = [name for name in names if name in self._pool.offline_hosts]
         for name in absent[: max(0, count - len(present))]:
             self._restore_host(name)
+
+    def _list_present(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name not in self._pool.offline_hosts]
+
+    def _schedule_end(
+        self, at_s: float, notice_s: float, list_hosts: Callable[[], Sequence[str]]
+    ) -> None:
+        """Let the requests of hosts leave at the notice of their end, if there is one."""
+
+        def leave() -> None:
+            for host in list_hosts():
+                for resident in self._pool.list_instances(host):
+                    if job := self._job_of_instance.get(resident, ""):
+                        self.jobs[job].leave_engine(resident)
+
+        if notice_s:
+            self.event_queue.schedule_at(at_s - notice_s, leave)
 
     def _set_prices(self, hosts: Sequence[SimHosts]) -> None:
         reserved = self._reserved_cost = sum(

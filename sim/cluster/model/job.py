@@ -87,6 +87,7 @@ class SimJob:
                 lambda: sum(len(shard.trajectories) for shard in self.shards),
             ),
         )
+        self._left_engines: set[str] = set()  # whose end is announced
         self._sender_free_s = 0.0  # end of the transfers of weights so far
         self.training_started_s: float | None = None  # start of its training
         self.worker_shares: list[
@@ -157,6 +158,14 @@ class SimJob:
         self.training.remove_replicas(instance_id)
         self._training_workers.pop(instance_id, None)
         self._record_shares()
+
+    def leave_engine(self, instance_id: str) -> None:
+        """Let the trajectories of an engine whose end is announced continue elsewhere."""
+        shard = self._shard_of_engine.get(instance_id)
+        if shard is not None and len(shard.engines) > 1:
+            self._left_engines.add(instance_id)
+            shard.engines[instance_id].engine.version = -1
+            shard.hand_over([instance_id])
 
     @property
     def engines(self) -> list[SimEngine]:
@@ -288,6 +297,8 @@ class SimJob:
         if engine.name in shard.engines and version > engine.version:
             if self.spec.offload.use and version < self.training.version:
                 return  # a newer one is on its way
+            if engine.name in self._left_engines:
+                return
             self._load_version(engine, version)
             shard.dispatch()
             self.open_groups()

@@ -128,6 +128,9 @@ class SimPool:
         """Fail a host; return its instances."""
         self.offline_hosts.add(host)
         self.hosts[host] = replace(self.hosts[host], alive=False)
+        return self.list_instances(host)
+
+    def list_instances(self, host: str) -> list[str]:
         return [resident.id for _, resident in self._find_instances(host)]
 
     def restore_host(self, host: str) -> list[tuple[str, Instance]]:

@@ -113,3 +113,19 @@ def test_command_reports_the_means_of_segments(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["throughput_ratio_segments"]) == 3
     assert found["throughput_ratio"] > 0 and "tokens_per_dollar_gain" in found
+
+
+def test_requests_leave_a_host_at_the_notice_of_its_end(
+    tmp_path: Path, run_small: Callable[..., ArmResult]
+) -> None:
+    (tmp_path / "ends.csv").write_text("time_s,instances\n0,3\n95,2\n")
+    used = ["jobs.steps=1", "switches.rollout_s=0", "hosts.spot.availability=ends.csv"]
+    tokens = []
+    for notice_s in (0, 60):
+        result = run_small(*used, f"hosts.spot.notice_s={notice_s}")
+        [job] = result.cluster.jobs.values()
+        assert job.training.is_finished
+        tokens.append(job.training.step_tokens)
+        job_engines = len(job.engines)
+        assert job_engines == 10, "eight on the core's workers, and two"
+    assert tokens[0] == pytest.approx(tokens[1])
