@@ -34,7 +34,8 @@ from meshrl.services.planner.pool.job_instances import InstancePlacement, JobIns
 
 RULE = "seeding"
 MIN_CHANGE = 0.05  # smaller relative changes of the seeding time are not written
-CONFIRMATIONS = 3  # updates in a row that ask for fewer engines, until some leave
+# updates in a row that ask for fewer engines until some leave, or for the first until it is taken
+CONFIRMATIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class SeedingState:
 
     offload: OffloadState = field(default_factory=OffloadState)
     most_remote: int | None = None  # in force; see `CONFIRMATIONS`
-    lower_updates: int = 0  # in a row that asked for fewer
+    confirmations: int = 0  # updates in a row that asked for another number
     account: WorkAccount = field(default_factory=WorkAccount)
     window_start: StepTotals | None = None
     # integral of engines elsewhere, and on the core's workers, since the start; worker-milliseconds
@@ -134,13 +135,14 @@ def update_seeding(
 
 
 def bound_remote(state: SeedingState, offload: OffloadState) -> SeedingState:
-    """Return the state with more engines at once, and with fewer after some confirmations."""
+    """Return the state with more engines at once, and with fewer, or the first ones after a price
+    that did not pay, after some confirmations.
+    """
     current, found = state.most_remote, offload.most_remote
-    if current is None or found is None or found >= current:
-        return replace(state, most_remote=found, lower_updates=0)
-    if state.lower_updates + 1 < CONFIRMATIONS:
-        return replace(state, lower_updates=state.lower_updates + 1)
-    return replace(state, most_remote=found, lower_updates=0)
+    is_unconfirmed = current is not None and found is not None and (found < current or not current)
+    if is_unconfirmed and found != current and state.confirmations + 1 < CONFIRMATIONS:
+        return replace(state, confirmations=state.confirmations + 1)
+    return replace(state, most_remote=found, confirmations=0)
 
 
 def _build_figures(
