@@ -118,6 +118,8 @@ class SourceRequest:
     present: list[str] = field(default_factory=list)  # chunks that have arrived on its host
     failed: list[FailedTransfer] = field(default_factory=list)
     is_last: bool = False  # the fetch has ended
+    network: str = ""  # name of the host's network; empty: the head's
+    is_joining: bool = False  # the process has no version yet: updates of others come first
 
 
 @message

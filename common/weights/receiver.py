@@ -67,6 +67,7 @@ class WeightReceiver:
         self._version_fetcher = version_fetcher or VersionFetcher(mesh, [PullTransport(mesh, bulk)])
         self._is_cache_full = False  # this host has no space for the last version
         self._has_warned_full = False
+        self._has_version = False  # a version was received
 
     async def receive(
         self,
@@ -91,6 +92,7 @@ class WeightReceiver:
         """
         image = VersionImage(await self.fetch_manifest(digest), digest, selection)
         await self._fill_image(image, rehash)
+        self._has_version = True
         return image
 
     async def open_tensor_source(self, digest: str) -> TensorSource:
@@ -197,7 +199,11 @@ class WeightReceiver:
         sizes = {digest: image.chunk_sizes[digest] for digest in digests}
         try:
             version = VersionToFetch(
-                image.manifest.job, image.digest, sizes, image.chunk_sizes.keys()
+                image.manifest.job,
+                image.digest,
+                sizes,
+                image.chunk_sizes.keys(),
+                is_joining=self._wants_deltas and not self._has_version,
             )
             await self._version_fetcher.fetch(version, cache)
             self._is_cache_full = False

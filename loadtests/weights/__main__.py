@@ -28,6 +28,7 @@ from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.hosts import list_missing_tools
 from loadtests.weights.arms.adapters import adapters
 from loadtests.weights.arms.codec import codec
+from loadtests.weights.arms.late_joiners import late_joiners
 from loadtests.weights.arms.link import link
 from loadtests.weights.arms.one_host import one_host
 from loadtests.weights.arms.pauses import fanout, first_token, pauses
@@ -42,6 +43,7 @@ RUNS: dict[str, Callable[[Plan], Awaitable[Arm]]] = {
     "link": link,
     "pauses": pauses,
     "first_token": first_token,
+    "late_joiners": late_joiners,
     "adapters": adapters,
     "changed": changed,
     "memory": memory,
@@ -64,6 +66,10 @@ MOST = {
     "source_copies_sent": 2.0,
     "delta_bytes_share_1pct": 0.0135,
     "delta_bytes_share_02pct": 0.0030,
+    "running_update_ratio": 1.3,
+    "running_update_ratio_slow_links": 2.0,
+    "running_update_ratio_without_uploads": 1.5,
+    "joiners_over_tree": 1.0,
     "logprob_gap": 1e-4,
     "pause_p99_over_bound": 1.0,
     "server_push_disk_extra": 1.1,  # the file itself is one

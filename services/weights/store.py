@@ -93,7 +93,7 @@ class WeightStore(DeltaActor):
         self.job_records = JobRecords(mesh.host, chunks.directory / JOBS_FOLDER)
         self._pending_events = PendingEvents(mesh, chunks.pending_events)
         self._shared_tasks = shared_tasks or SharedTasks(mesh)
-        self._tracker = ChunkTracker(mesh.clock, mesh.name)
+        self._tracker = ChunkTracker(mesh.clock, mesh.name, mesh.settings.network)
         self.delta_registry = DeltaRegistry(mesh)
         self.checkpoint_lock = asyncio.Lock()
         self.sweeper = ChunkSweeper(

@@ -73,11 +73,13 @@ async def pull_chunks(
     made_chunks: Collection[str] = (),
     needed_chunks: Collection[str] = (),
     job: str = "",
+    is_joining: bool = False,
 ) -> PullResult:
     """Fetch chunks until all are files of `target_store`; files already there are not verified.
 
     Chunks already there and `made_chunks` are reported to the store, so that other hosts get them.
-    `needed_chunks` are not evicted to make room.
+    `needed_chunks` are not evicted to make room. `is_joining`: the process has no version yet, so
+    the store lets updates of others come first.
 
     Raises:
         NotFound: The store does not have a chunk; raised after all others were fetched.
@@ -86,9 +88,8 @@ async def pull_chunks(
     """
     with mesh.wait("weights", on=STORE_NAME):
         lacking = {one.digest: one for one in missing}
-        return await _ChunkPull(mesh, bulk, target_store, job).run(
-            lacking, made_chunks, {*needed_chunks, *made_chunks, *lacking}
-        )
+        pull = _ChunkPull(mesh, bulk, target_store, job, is_joining=is_joining)
+        return await pull.run(lacking, made_chunks, {*needed_chunks, *made_chunks, *lacking})
 
 
 @dataclass
@@ -99,10 +100,18 @@ class _ChunkStream:
 
 
 class _ChunkPull:
-    def __init__(self, mesh: Mesh, bulk: BulkClient, target_store: ChunkStore, job: str) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        bulk: BulkClient,
+        target_store: ChunkStore,
+        job: str,
+        *,
+        is_joining: bool = False,
+    ) -> None:
         self._mesh, self._bulk, self._target_store = mesh, bulk, target_store
         self._incoming = IncomingChunks(mesh, bulk, target_store, job)
-        self._tracker_session = TrackerSession(mesh)
+        self._tracker_session = TrackerSession(mesh, is_joining=is_joining)
         self._missing: dict[str, MissingChunk] = {}
         self._streams: dict[asyncio.Task[bool], _ChunkStream] = {}
         self._speeds_bytes_per_s: list[float] = []  # of completed transfers
@@ -138,6 +147,9 @@ class _ChunkPull:
             while self._missing:
                 await self._run_once()
             await self._tracker_session.close()
+        except asyncio.CancelledError:  # a newer version: its sources are free at once
+            await self._tracker_session.close()
+            raise
         finally:
             self._retry_policy.close()
             for task in self._streams:
@@ -292,8 +304,9 @@ class _ChunkPull:
 class TrackerSession:
     """One fetch as registered with the store's tracker."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, *, is_joining: bool = False) -> None:
         self._mesh, self._store = mesh, mesh.ref(STORE_NAME)
+        self._is_joining = is_joining
         self._name = f"{mesh.name} {mesh.random.hex_token(4)}"
         self._server = ""
         self._is_registered = False
@@ -337,6 +350,8 @@ class TrackerSession:
             missing_ids,
             new_chunks,
             failed,
+            network=self._mesh.settings.network,
+            is_joining=self._is_joining,
         )
         try:
             answer: SourceAssignments = await self._store.call(Weights.assign_sources, request)
@@ -373,6 +388,7 @@ class TrackerSession:
             self._new_chunks,
             self._failed_transfers,
             is_last=True,
+            network=self._mesh.settings.network,
         )
         with suppress(MeshError):
             await self._store.call(Weights.assign_sources, last, deadline_s=LAST_REPORT_TIMEOUT_S)

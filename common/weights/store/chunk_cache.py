@@ -58,6 +58,7 @@ class VersionToFetch:
     missing: Mapping[str, int]  # bytes by digest
     # All selected chunks of the version: those on this host are not evicted for the others.
     needed_chunks: Collection[str] = frozenset()
+    is_joining: bool = False  # it is the first version of this process
 
     @property
     def missing_bytes(self) -> int:

@@ -167,6 +167,7 @@ class PullTransport:
             made_chunks=delta_chunks,
             needed_chunks=version.needed_chunks,
             job=version.job,
+            is_joining=version.is_joining,
         )
         if pulled.fetched_bytes >= MIN_MEASURED_BYTES and pulled.duration_s:
             self._rate_bytes_per_s = pulled.fetched_bytes / pulled.duration_s

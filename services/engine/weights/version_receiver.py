@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Mapping
 
 from meshrl.common.api.trainer import Trainer
 from meshrl.common.api.weights import Manifest
@@ -10,6 +11,7 @@ from meshrl.common.base.errors import ConfigError, CorruptData, MeshError, NotFo
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import jobs
 from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.manifest import RowRange
 from meshrl.common.weights.layout.version_image import VersionImage
 from meshrl.common.weights.receiver import WeightReceiver
 from meshrl.common.weights.transports.collective import CollectiveTransport
@@ -19,6 +21,10 @@ MAX_RESTAGES = 5  # limit for a version that is corrupt after each write: the di
 # Limit for a trainer that starts up or cannot write the version again. A trainer that replays or
 # delays its next version for an evaluation reports that, and has no limit.
 RESTAGE_TIMEOUT_S = 600.0
+SUPERSEDED_POLL_S = 0.5  # between checks for a newer version while the first one arrives
+# First versions that are given up for newer ones, in a row: a host that takes longer than a step to
+# receive a version serves an older one.
+MAX_SUPERSEDED = 2
 
 
 class VersionReceiver:
@@ -32,6 +38,7 @@ class VersionReceiver:
         self._receiver = WeightReceiver(mesh, bulk, self.fetcher, wants_deltas=True)
         self._missing_manifest, self._missing_since_s, self._restages = "", 0.0, 0
         self.pulls, self.pull_s = 0, 0.0  # versions received, and duration of the last pull
+        self.superseded = 0  # first versions given up for newer ones
 
     async def read_manifest(self, manifest: str) -> Manifest:
         return await self._receiver.fetch_manifest(manifest)
@@ -41,21 +48,47 @@ class VersionReceiver:
     ) -> VersionImage | None:
         """Return the image of a version, or of its tensors with these `names`.
 
-        Return None if the store lacks some of it and a retry is useful: the job has a newer
-        version, or the trainer has written it again or is about to. Raise ConfigError if a retry is
-        useless.
+        Return None if a retry is useful: the store lacks some of it, and the job has a newer
+        version, or the trainer has written it again or is about to. Until this process has a
+        version, None also means that a newer one was committed. Raise ConfigError if a
+        retry is useless.
         """
         try:
             required_names = None if names is None else dict.fromkeys(names)
             began = self._mesh.clock.monotonic()
-            image = await self._receiver.receive(manifest, required_names)
+            image = await self._receive_newest(manifest, required_names)
         except (CorruptData, NotFound) as error:
             if not await self._is_superseded(manifest):
                 await self._request_restage(manifest, error)
             return None
+        if image is None:
+            return None
         self._missing_manifest = ""
         self.pulls, self.pull_s = self.pulls + 1, self._mesh.clock.monotonic() - began
         return image
+
+    async def _receive_newest(
+        self, manifest: str, selection: Mapping[str, RowRange | None] | None
+    ) -> VersionImage | None:
+        """Receive a version; give up the first one of this process if the job has a newer one.
+
+        Chunks that have arrived stay on the host, for the newer version too.
+        """
+        receiving = asyncio.create_task(self._receiver.receive(manifest, selection), name="weights")
+        try:
+            while self.pulls == 0 and self.superseded < MAX_SUPERSEDED:
+                done, _ = await asyncio.wait([receiving], timeout=SUPERSEDED_POLL_S)
+                if done:
+                    break
+                if await self._is_superseded(manifest):
+                    self.superseded += 1
+                    self._mesh.telemetry.log.info("a newer version", instead_of=manifest)
+                    return None
+            return await receiving
+        finally:
+            if not receiving.done():
+                receiving.cancel()
+                await asyncio.gather(receiving, return_exceptions=True)
 
     async def _is_superseded(self, manifest: str) -> bool:
         """Return True if the job has a newer version, so that this one may have been collected."""

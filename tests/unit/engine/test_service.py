@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import tomllib
 from collections.abc import Iterator, Mapping, ValuesView
 from dataclasses import replace
@@ -20,10 +21,15 @@ from meshrl.common.generation.engine_contract import GenerationRequest, Quaranti
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import TrainedModelConfig
 from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.common.weights.chunks.verified_files import RECORD_FILE
 from meshrl.services.engine.measurement.update_pauses import MAX_SAMPLES, UpdatePauses
 from meshrl.services.engine.weights import engine_weights
 from meshrl.services.engine.weights.engine_weights import AdapterVersion
-from meshrl.services.engine.weights.version_receiver import RESTAGE_TIMEOUT_S, VersionReceiver
+from meshrl.services.engine.weights.version_receiver import (
+    RESTAGE_TIMEOUT_S,
+    SUPERSEDED_POLL_S,
+    VersionReceiver,
+)
 from meshrl.services.trainer.core.core import TrainerCore
 from meshrl.services.trainer.gang.gang_compute import GangCompute
 from meshrl.services.trainer.initialization.initial_weights import create_learner
@@ -343,4 +349,27 @@ async def test_superseded_version_is_not_waited_for(bench: StoreBench) -> None:
     )  # no process can write that version again
     image = await versions.receive(newest)
     assert image is not None and JOB in image.tensors
+    await engine.leave()
+
+
+@story_on(on_store, "tmp_path")
+async def test_first_version_is_given_up_for_a_newer_one(bench: StoreBench) -> None:
+    """Lock a chunk, as a process that hashes it does, so that the version does not arrive."""
+    await bench.submit()
+    older = await bench.begin()
+    engine = bench.mesh("engine/g0", "engine")
+    await engine.join(None)
+    versions = VersionReceiver(engine, JOB)
+    (bench.chunks.directory / RECORD_FILE).unlink()
+    [tensor] = (await versions.read_manifest(older)).tensors
+    with bench.chunks.chunk_path(tensor.chunk).open("rb") as hashed:
+        fcntl.flock(hashed, fcntl.LOCK_EX)
+        began = bench.clock.monotonic()
+        receiving = asyncio.create_task(versions.receive(older))
+        await bench.clock.sleep(SUPERSEDED_POLL_S / 2)
+        newer = await bench.step(1, "")
+        assert await receiving is None
+        assert bench.clock.monotonic() - began < 2 * SUPERSEDED_POLL_S
+    assert await versions.receive(newer) is not None
+    assert (versions.pulls, versions.superseded) == (1, 1)
     await engine.leave()

@@ -6,16 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.services.weights.tracker import (
+from loadtests.weights.swarm_simulation import LINK, SOURCE, SwarmSimulation
+from meshrl.services.weights.chunk_swarm import (
     DOUBT_DURATION_S,
     DOWNLOADER_TIMEOUT_S,
     HOLDER_MAX_AGE_S,
+    ChunkSwarm,
+)
+from meshrl.services.weights.tracker import (
     MAX_SOURCE_COPIES,
     MAX_UPLOADS_PER_HOST,
-    ChunkSwarm,
     assign_sources,
 )
-from tests.unit.weights.relay.swarm_simulation import LINK, SOURCE, SwarmSimulation
 
 BOUND_S = 32 * (1 << 20) / LINK  # a version of 32 MiB over one link
 
