@@ -18,11 +18,11 @@ from loadtests.measuring.entry import print_progress
 from loadtests.measuring.processes import beside
 from loadtests.paced.job import PROMPT, write
 from loadtests.sharing.colocation import predict_rollout_s, set_training_speed
-from loadtests.spot.availability import draw_trace
 from loadtests.spot.hosts import POLL_S, SpotHost, spot_hosts
 from meshrl.client.client import JobHandle
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import registry
+from meshrl.sim.cluster.model.availability import Availability
 from meshrl.sim.drift import LinearDrift
 from meshrl.sim.mesh.emulated_run import compute_rl_s
 from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload, constant_drift
@@ -45,7 +45,7 @@ class SpotPlan:
     most: int  # spot workers
     rollout_s: float  # of a step on one engine
     training_s: float  # of a step
-    trace_s: float
+    trace: Availability
     steps: Mapping[str, int]  # of each arm
 
     def build_workload(self, steps: int) -> EmulatedWorkload:
@@ -170,8 +170,8 @@ class SpotArm:
 
 async def run_arm(name: str, plan: SpotPlan) -> SpotArm:
     """Run the job with the spot workers of an arm; RuntimeError if it does not finish."""
-    trace = draw_trace(plan.seed, plan.trace_s, plan.most) if name == "trace" else []
-    first = {"reserved": 0, "always": plan.most}.get(name, trace[0].workers if trace else 0)
+    trace = plan.trace if name == "trace" else ()
+    first = {"reserved": 0, "always": plan.most, "trace": plan.trace[0][1]}[name]
     with tempfile.TemporaryDirectory(prefix=f"sp-{name}-") as made:
         folder = Path(made)
         job = plan.build_workload(plan.steps[name])

@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,9 +18,9 @@ import psutil
 from loadtests.measuring.commands import meshrl
 from loadtests.measuring.entry import print_progress
 from loadtests.measuring.metered import family
-from loadtests.spot.availability import Segment
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.directory.directory_paths import MeshPaths, find_root_pid
+from meshrl.sim.cluster.model.availability import Availability
 
 NOTICE_S = 6.0  # a host looks for notices every two seconds
 POLL_S = 0.1
@@ -112,14 +112,14 @@ class SpotHosts:
         print_progress(f"kill {host.name}{' after a notice' if has_notice else ''}")
         host.kill()
 
-    async def follow(self, trace: Sequence[Segment]) -> None:
-        """Let hosts join and vanish as a trace tells, every other time with a notice."""
+    async def follow(self, trace: Availability) -> None:
+        """Let hosts join and vanish by a trace, half of them with a notice."""
         started_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            for segment in trace:
-                await asyncio.sleep(max(0.0, started_s + segment.start_s - time.monotonic()))
-                excess = len(self.present) - segment.workers
-                print_progress(f"{segment.start_s:.0f} s: {segment.workers} spot workers")
+            for at_s, count in trace:
+                await asyncio.sleep(max(0.0, started_s + at_s - time.monotonic()))
+                excess = len(self.present) - count
+                print_progress(f"{at_s:.0f} s: {count} spot workers")
                 if excess < 0:
                     tasks.create_task(self.join(-excess))
                 for _ in range(excess):

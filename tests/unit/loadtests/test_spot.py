@@ -1,12 +1,10 @@
-"""Traces of spot workers, and figures of the load test."""
+"""Figures of the load test of spot workers."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 from loadtests.spot.arms import LateJoin, SpotArm
-from loadtests.spot.availability import Segment, compute_mean_workers, draw_trace
 from loadtests.spot.figures import compare
 
 ARM = SpotArm(
@@ -29,21 +27,6 @@ ARM = SpotArm(
     unsent=0,
     joined=[],
 )
-
-
-def test_traces_of_a_seed_are_equal_and_lose_all_workers_once() -> None:
-    for seed in range(20):
-        trace = draw_trace(seed, 180.0, 3)
-        assert trace == draw_trace(seed, 180.0, 3)
-        assert any(one.workers == 0 for one in trace)
-        assert all(0 <= one.workers <= 3 for one in trace)
-        changes = itertools.pairwise(trace)
-        assert all(a.start_s < b.start_s and a.workers != b.workers for a, b in changes)
-        assert 1.0 < compute_mean_workers(trace, 180.0) < 2.5
-
-
-def test_mean_workers_are_weighted_by_time() -> None:
-    assert compute_mean_workers([Segment(0.0, 2), Segment(6.0, 0)], 8.0) == 1.5
 
 
 def test_figures_compare_the_trace_with_other_arms() -> None:
