@@ -163,9 +163,12 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     first.send_signal(signal.SIGTERM)
     assert first.wait(scaled(WITHIN_S)) == 0
     assert f"{joined.host} is drained after" in output.read_text()
-    assert commands.hosts()[1]["draining"] == "is shutting down"
+    away = commands.hosts()[1]
+    assert away["draining"] == "is shutting down" and away["preempt_at_s"] > 0
+    assert away["notice"].startswith("preempted ") and away["notice"].endswith("by its stop order")
     commands.run_for_output("join", "--root", str(second))  # as a member it needs no token
     commands.until("it is used again", lambda: not commands.hosts()[1]["draining"])
+    assert commands.hosts()[1]["notice"] == ""
     assert commands.hosts()[1]["workers"] == ["h1w0"]
 
     commands.run_for_output("leave", "--root", str(second))
