@@ -14,7 +14,7 @@ from meshrl.common.state.redis.client import StateClient
 from meshrl.view.history.blocked_jobs import ADMISSION
 
 DECISION_KINDS = (
-    *("desired", "admission", "gang", "move", "move_declined", "services", "lost"),
+    *("desired", "admission", "seeding", "gang", "move", "move_declined", "services", "lost"),
     *("place_settled", "place_declined"),
     *("host_lost", "host_back", "host_joined", "host_left", "host_marked", "drain_settled"),
 )
@@ -41,7 +41,10 @@ def select_decisions(candidates: Iterable[Event], subject: str) -> list[Event]:
     name = subject.removeprefix("worker/")
 
     def concerns(fields: dict[str, Any]) -> bool:
-        if name in (fields.get(key) for key in _SUBJECTS) or name in (fields.get("workers") or ()):
+        workers = fields.get("workers")  # of an event of a host that joins: their number
+        if isinstance(workers, list) and name in workers:
+            return True
+        if name in (fields.get(key) for key in _SUBJECTS):
             return True
         return any(name in str(service).split("/") for service in fields.get("services") or ())
 

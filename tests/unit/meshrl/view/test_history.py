@@ -137,7 +137,11 @@ def test_only_decisions_about_the_target_are_selected() -> None:
         event("gang", gang="g3", workers=["w1", "w2"], formed=True, rule="default"),
         event("services", host="here", services=["rollout/a/0", "sandbox/b/0"]),
         event("step", job="a"),  # no decision
+        event("host_joined", host="new", workers=2),  # a number
+        event("seeding", job="b", seed_ms=1500, rule="seeding"),
     ]
+    assert [e.kind for e in select_decisions(events, "new")] == ["host_joined"]
+    assert [e.kind for e in select_decisions(events, "b")] == ["admission", "services", "seeding"]
     assert [e.kind for e in select_decisions(events, "a")] == ["admission", "desired", "services"]
     assert [e.kind for e in select_decisions(events, "g3")] == ["desired", "gang"]
     assert [e.kind for e in select_decisions(events, "worker/w2")] == ["gang"]
