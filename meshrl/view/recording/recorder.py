@@ -161,10 +161,7 @@ class Recorder:
         return self.usage.wall_s + self._clock.monotonic() - self._started_s
 
     async def poll(self) -> RunSnapshot | None:
-        """Return the current snapshot; None before any.
-
-        While Redis does not answer, return the last one, marked.
-        """
+        """Return the current snapshot, or the last one, marked, while Redis is silent."""
         now, write_error = self._clock.monotonic(), ""
         try:
             await self._repair()
@@ -222,6 +219,8 @@ class Recorder:
         while self._write_error and not room.should_give_up(self._write_error):
             await room.wait()
             await self.poll()
+        if self._silent_since_s is not None:  # no count fits a record without its last events
+            return await self.trackers.close()
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
             async with self._clock.timeout(POLL_TIMEOUT_S, "counting trajectories in flight"):
                 counted = asdict(await groups.count_in_flight(self.mesh.state, self.job))
