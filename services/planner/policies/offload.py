@@ -107,7 +107,8 @@ def update_offload(
         seed_s = min(seed_s, MAX_STEP_SHARE * figures.step_s)
     work_s, efficiency = _estimate_work_s(state.seed_s, figures), state.efficiency
     overhead_s = state.overhead_s
-    if figures.remote >= 1 and state.seed_s is not None:
+    is_steady = abs(figures.remote - remote) < 0.5 and state.remote == remote
+    if figures.remote >= 1 and state.seed_s is not None and is_steady:
         balanced_s = predict_step_s(work_s, figures.training_s, figures.seeding, figures.remote)
         overhead_s = max(0.0, figures.step_s - balanced_s)
     if not figures.remote and figures.seeding:
