@@ -135,8 +135,9 @@ def update_seeding(
 
 
 def bound_remote(state: SeedingState, offload: OffloadState) -> SeedingState:
-    """Return the state with more engines at once, and with fewer, or the first ones after a price
-    that did not pay, after some confirmations.
+    """Return the state with more engines at once, and with fewer after some confirmations.
+
+    The first engines after a price that did not pay need confirmations, too.
     """
     current, found = state.most_remote, offload.most_remote
     is_unconfirmed = current is not None and found is not None and (found < current or not current)
