@@ -51,12 +51,13 @@ class SeedingState:
     remote_ms: float = 0.0
     seeding_ms: float = 0.0
     observed_ms: int = 0
+    observed_step: int = -1  # windows begin and end where it changes, as work of a step is not even
     written_ms: int = -1  # the seeding time in the job's row
 
 
 def limit_preemptible(draft: PoolDraft, job: PlannedJob, state: SeedingState | None) -> PlannedJob:
     """Return the job with a limit on the workers that may vanish, once steps are measured."""
-    if state is None or state.most_remote is None:
+    if state is None or state.most_remote is None or not job.config.moves:
         return job
     team = draft.get_instances(job.id)
     remote = [worker for engine in _list_remote(team) for worker in engine.workers]
@@ -104,22 +105,25 @@ def update_seeding(
     totals = StepTotals(
         round(state.account.total.steps), draft.snapshot.now_ms, state.account.total
     )
-    remote = _count_ready(_list_remote(team))
-    seeding = _count_ready(team.time_sliced_engines)
+    remote = _count_serving(draft, _list_remote(team))
+    seeding = _count_serving(draft, team.time_sliced_engines)
+    is_step_end = 0 <= state.observed_step < totals.step
     if not is_running:
         return replace(state, window_start=None)
     passed_ms = max(0, totals.at_ms - state.observed_ms) if state.window_start else 0
     state = replace(
         state,
         observed_ms=totals.at_ms,
+        observed_step=totals.step,
         remote_ms=state.remote_ms + remote * passed_ms,
         seeding_ms=state.seeding_ms + seeding * passed_ms,
     )
     start = state.window_start
     if start is None or totals.step < start.step:
-        return replace(state, window_start=totals, remote_ms=0.0, seeding_ms=0.0)
+        first = totals if is_step_end else None
+        return replace(state, window_start=first, remote_ms=0.0, seeding_ms=0.0)
     window = build_window(start, totals)
-    if window is not None and window.is_long_enough(1):
+    if window is not None and is_step_end and window.is_long_enough(1):
         figures = _build_figures(job, team, state, window)
         offload = update_offload(state.offload, figures, remote, _read_prices(draft, job, team))
         state = bound_remote(state, offload)
@@ -127,7 +131,7 @@ def update_seeding(
     else:
         figures = None
         state = replace(state, offload=set_remote(state.offload, remote))
-    can_seed = job.requirements.seeding and job.config.moves and remote and seeding
+    can_seed = job.requirements.seeding and remote and seeding
     seed_s = state.offload.seed_s if can_seed else None
     return _write_seed_ms(
         draft, job, state, -1 if seed_s is None else round(1000 * seed_s), figures
@@ -218,9 +222,13 @@ def _list_remote(team: JobInstances) -> list[InstancePlacement]:
     return [engine for engine in team.engines if engine.is_awake]
 
 
-def _count_ready(engines: Sequence[InstancePlacement]) -> int:
-    """Return the number of workers of the engines that serve."""
-    return sum(len(one.workers) for one in engines if one.is_awake and one.instance.is_reconciled)
+def _count_serving(draft: PoolDraft, engines: Sequence[InstancePlacement]) -> int:
+    """Return the number of workers of the engines that serve, and whose leases are valid."""
+    return sum(
+        len(one.workers)
+        for one in engines
+        if one.instance.is_reconciled and draft.placeable_workers.issuperset(one.workers)
+    )
 
 
 def describe_seeding(state: SeedingState) -> str:
