@@ -19,8 +19,9 @@ COMMIT_S = 0.4
 
 
 def run_crowd(joiners: int, **more: object) -> SwarmSimulation:
-    """Run hosts that update at COMMIT_S, beside others that join at 0 and take the newer version
-    half a second after its commit.
+    """Run hosts that update at COMMIT_S beside others that join at 0.
+
+    The latter take the newer version half a second after its commit.
     """
     hosts = range(RUNNING + joiners)
     return SwarmSimulation(
