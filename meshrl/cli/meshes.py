@@ -365,7 +365,7 @@ def simulate(
 ) -> None:
     """Run a scenario on a simulated cluster, with the planner of a real mesh.
 
-    Built-in scenarios are agentic, cake, drift, libra, scale, validity and zebra; without a
+    Built-in scenarios are agentic, cake, drift, libra, scale, spot, validity and zebra; without a
     scenario, they are listed with their titles. Progress goes to standard error.
 
     Examples:

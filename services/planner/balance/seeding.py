@@ -57,7 +57,7 @@ class SeedingState:
 
 def limit_preemptible(draft: PoolDraft, job: PlannedJob, state: SeedingState | None) -> PlannedJob:
     """Return the job with a limit on the workers that may vanish, once steps are measured."""
-    if state is None or state.most_remote is None or not job.config.moves:
+    if state is None or state.most_remote is None:
         return job
     team = draft.get_instances(job.id)
     remote = [worker for engine in _list_remote(team) for worker in engine.workers]

@@ -196,8 +196,11 @@ def run(root: Path, shards: int) -> tuple[dict[str, int], set[str], list[int]]:
 def test_two_shards_have_the_accounting_of_one(tmp_path: Path) -> None:
     one, _, prompts_of_one = run(tmp_path / "one", 1)
     two, shards, prompts_of_two = run(tmp_path / "two", 2)
-    assert one == two
     assert two["in_flight"] == 0
+    # Which group samples a prompt, and so whether its rewards are equal, depends on the shards.
+    for account in one, two:
+        account["trained"] += account.pop("filtered")
+    assert one == two
     assert prompts_of_one == prompts_of_two
     assert shards == {"rollout/simulated/0", "rollout/simulated/1"}
 
