@@ -11,9 +11,11 @@ from asyncio import Event
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from meshrl.common.base.errors import StateUnavailable
 from meshrl.common.base.files.corruption import CORRUPTION_EVENT
 from meshrl.common.job.config import JobConfig, TrackingConfig
 from meshrl.common.state import events, jobs
@@ -27,7 +29,7 @@ from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.view import job_recorders
 from meshrl.view.job_recorders import record_all
 from meshrl.view.recording.recorder import Recorder
-from meshrl.view.recording.run_record import read_events
+from meshrl.view.recording.run_record import RECORD_END_FILE, read_events
 from meshrl.view.report import report
 from tests.load import scaled
 
@@ -252,3 +254,35 @@ async def test_failed_model_export_is_reported_with_its_reason(
     output = capsys.readouterr().err
     assert output.startswith("the model was not exported: ") and str(run_dir) in output
     assert not (run_dir / "model").exists()
+
+
+class InterruptedState:
+    """State that does not answer for some calls."""
+
+    def __init__(self, state: Any) -> None:
+        self._state, self.silent_calls = state, 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._state, name)
+        if not self.silent_calls or not callable(found):
+            return found
+        self.silent_calls -= 1
+        raise StateUnavailable("Redis does not answer", where="a test", fix="Wait")
+
+
+@pytest.mark.parametrize(("silent_calls", "is_counted"), [(0, True), (1, False)])
+async def test_record_without_its_last_events_has_no_count(
+    tmp_path: Path, silent_calls: int, is_counted: bool
+) -> None:
+    launcher = Launcher(MeshPaths(tmp_path), MeshShape())
+    state = InterruptedState(open_simulated_state(launcher.clock))
+    launcher.state = state  # type: ignore[assignment]
+    run_dir, document = tmp_path / "a", replace(JobConfig(), name="a").to_document()
+    write_json(run_dir / "job.json", {"job": "a", "document": document})
+    await jobs.submit(launcher.state, "a", document, str(run_dir), "a")
+    recorder = Recorder(launcher, "a", run_dir)
+    assert await recorder.poll() is not None
+    state.silent_calls = silent_calls
+    await recorder.close()
+    assert (run_dir / RECORD_END_FILE).exists() == is_counted
+    await launcher.state.close()
