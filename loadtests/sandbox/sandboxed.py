@@ -74,8 +74,11 @@ class Place:
     def leavings(self) -> Leavings:
         children = self.process.children(recursive=True)
         mounts = Path(f"/proc/{self.process.pid}/mountinfo").read_text().count("\n")
-        found = Path("/sys/fs/cgroup").glob(f"**/{TEMPORARY}{self.process.pid}-*")
-        groups = len({place.resolve() for place in found})
+        own = f"{TEMPORARY}{self.process.pid}-"
+        # Unlike a glob, `os.walk` ignores groups of other processes that vanish.
+        walked = os.walk("/sys/fs/cgroup")
+        found = (Path(place, name) for place, names, _ in walked for name in names)
+        groups = len({one.resolve() for one in found if one.name.startswith(own)})
         files = len(list(Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*")))
         descriptors = len(os.listdir(f"/proc/{self.process.pid}/fd"))
         return Leavings(len(children), descriptors, groups, mounts, files)
