@@ -295,7 +295,7 @@ def test_watch_of_several_jobs_lasts_until_the_last_has_ended(held_mesh: HeldMes
     held_mesh.ask(lambda state: jobs.submit(state, "second", document, run, "second"))
 
     def end() -> None:
-        time.sleep(1.5)
+        time.sleep(scaled(1.5))  # the jobs are shown first
         held_mesh.phase(Phase.FAILED, "the reward is not there")
         held_mesh.ask(lambda state: jobs.cancel(state, "second", "enough"))
 
