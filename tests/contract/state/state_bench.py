@@ -20,6 +20,7 @@ from meshrl.common.state import groups, jobs, steps
 from meshrl.common.state.redis import embedded_server
 from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.registry import RegistryEntry, evict, lookup, register
+from meshrl.sim.mesh.seed_runner import SHARED_MEMORY_DIR
 from tests.load import scaled
 
 JOB = "job"
@@ -74,7 +75,9 @@ class Server:
 @contextmanager
 def running_server(binary: str) -> Iterator[Server]:
     # The path is short: it contains the socket, and the kernel limits the length of such paths.
-    directory = Path(tempfile.mkdtemp(prefix="state-"))
+    # It is in memory, as a write to a busy disk may take longer than a call's deadline.
+    place = SHARED_MEMORY_DIR if SHARED_MEMORY_DIR.is_dir() else None
+    directory = Path(tempfile.mkdtemp(prefix="state-", dir=place))
     server = Server(directory, binary)
     try:
         server.start()
